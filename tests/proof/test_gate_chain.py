@@ -13,6 +13,7 @@ from flashmoe_science.proof.gates.run import passed
 from flashmoe_science.proof.judge.run_verdicts import last_word
 from flashmoe_science.proof.measure.environment import subject_tree
 from flashmoe_science.proof.records.evidence import GateStatus, TreeState, read_record, write_record
+from flashmoe_science.proof.subject.failure_hints import not_here
 from flashmoe_science.proof.worker import TaskResult
 
 from .chain import (
@@ -418,6 +419,17 @@ def test_a_module_that_asks_for_a_driver_is_not_possible_here(tmp_path, line):
     assert gate_of(record, "import").status is GateStatus.NOT_POSSIBLE
     assert "it asks for a GPU driver, and there is none here" in gate_of(record, "import").summary
     assert gate_of(record, "correct").status is GateStatus.NOT_POSSIBLE
+
+
+def test_a_number_that_the_interpreter_hands_over_as_it_is_is_no_fault():
+    class InterpreterError(Exception):
+        pass
+
+    cause = AttributeError("'float' object has no attribute 'to'")
+    error = InterpreterError(repr(cause))
+    error.__cause__ = cause
+    assert not_here(str(error), error) == "Triton's interpreter cannot run it"
+    assert not_here(str(cause), cause) == ""
 
 
 @pytest.mark.parametrize(

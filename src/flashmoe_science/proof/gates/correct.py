@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ..records.evidence import Accuracy
 from ..text import counted
+from .recheck import recheck
 from .run import NO_GPU, Outcome, Run, failed, not_possible, passed
 
 _MOST_CRASHES = 3  # then the cases left are not checked: each crash costs a process of its own
@@ -48,7 +51,9 @@ def check_results(run: Run) -> Outcome:
     assert run.settings.seed is not None
     # Other inputs than those of gate bench, and the same ones for the same --seed.
     seed = random.Random(f"{run.settings.seed}/correct").getrandbits(31)
-    checks = _check_all(run, device, seed)
+    with tempfile.TemporaryDirectory() as answers:
+        checks = _check_all(run, device, seed, answers)
+        outcome, notes = _recheck(run, device, seed, answers, checks)
     wrong = [case for case in checks.results if case["status"] == "failed" and case["name"] not in checks.ended]
     details = [f"{case['name']}: {case['reason']}" for case in checks.results if case["reason"]]
     if checks.ended or checks.ending:
@@ -61,10 +66,20 @@ def check_results(run: Run) -> Outcome:
         hint = "what is allowed is twice the framework's own error" if "allowed" in wrong[0]["reason"] else ""
         said = f"the seed of the inputs was {run.settings.seed}"  # as --seed takes it
         return failed(summary, hint=hint, details=[*details, said])
-    return _sum_up(run, [*_kept_results(run), *checks.results], details, device)
+    return outcome or _sum_up(run, [*_kept_results(run), *checks.results], [*details, *notes], device)
 
 
-def _check_all(run: Run, device: str, seed: int) -> _Checks:
+def _recheck(run: Run, device: str, seed: int, folder: str, checks: _Checks) -> tuple[Outcome | None, list[str]]:
+    """Let a process without the subject look at the first answer to each case again."""
+    answers = [
+        {**run.case_table(case["name"]), "file": str(Path(folder, case["name"])), "made": {"seed": seed}}
+        for case in checks.results
+        if case["status"] == "passed"
+    ]
+    return recheck(run, answers, device, "correct_s" if device == "cuda" else "correct_cpu_s")
+
+
+def _check_all(run: Run, device: str, seed: int, answers: str) -> _Checks:
     """Check the cases, in a fresh process after each one that ends its own."""
     checks = _Checks(left=list(run.todo))
     limit = "correct_s" if device == "cuda" else "correct_cpu_s"
@@ -92,7 +107,8 @@ def _check_all(run: Run, device: str, seed: int) -> _Checks:
 
     while checks.left:
         checks.under_way = ""
-        payload = run.payload(device=device, seed=seed, cases=[run.case_table(name) for name in checks.left])
+        tables = [run.case_table(name) for name in checks.left]
+        payload = run.payload(device=device, seed=seed, cases=tables, answers=answers)
         result = run.run_task(
             "tasks:check_correct", payload, timeout_s=timeout_s, on_event=on_event, on_silence=on_silence
         )

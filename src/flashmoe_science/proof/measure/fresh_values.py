@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,21 @@ from .correctness import ExpectedOutputs, find_expected
 
 _STRIDE = 7919  # between the seeds of two sets: an operator may use the next few numbers too
 _PART = 64  # of a tensor, one in so many elements is new where the others stay
+
+
+@dataclass(frozen=True)
+class Made:
+    """How the values of a set of inputs came about: enough to make them again in another process."""
+
+    seed: int  # of ``make_inputs``
+    refreshed: int | None = None  # the seed of what was written over them; None: nothing was
+
+    def inputs(self, operator: Operator, problem: Any, device: str) -> Inputs:
+        """Make them again."""
+        inputs = operator.make_inputs(problem, seed=self.seed, device=device)
+        if self.refreshed is not None:
+            FreshValues(operator, problem, [inputs], device).write_seed(0, self.refreshed)
+        return inputs
 
 
 class FreshValues:
@@ -50,11 +66,11 @@ class FreshValues:
         first = schedule.derived_seed(self._round, self._sample, self._writes)
         self._writes += 1
         for place in places:
-            self._seeds[place] = (first + _STRIDE * place) % 2**31
-            self._write(self._input_sets[place], self._seeds[place])
+            self.write_seed(place, (first + _STRIDE * place) % 2**31)
 
-    def _write(self, inputs: Inputs, seed: int) -> None:
-        """Through ``.data`` the version counter does not change: a cache keyed on it gets no warning."""
+    def write_seed(self, place: int, seed: int) -> None:
+        """Write the values of a seed. Through ``.data`` the version counter does not change: no cache is warned."""
+        inputs, self._seeds[place] = self._input_sets[place], seed
         if self._refresh is not None:
             self._refresh(self._problem, {name: tensor.data for name, tensor in inputs.items()}, seed=seed)
             return

@@ -159,7 +159,8 @@ def check_correct(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
     ``status`` (passed, failed, not possible here), ``reason``, ``accuracy`` and ``stand_in``: what ran in the subject's
     place.
     """
-    from .shared_state import AT_IMPORT, HINT, Guard  # it imports torch, which not every task needs
+    from .recheck import FirstAnswer, write_answer  # they import torch, which not every task needs
+    from .shared_state import AT_IMPORT, HINT, Guard
 
     changes = Guard().changes
     subject = Subject.from_json(payload["subject"])
@@ -172,7 +173,10 @@ def check_correct(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
     for case in payload["cases"]:
         emit({"event": "start", "name": case["name"]})
         problem = operator.parse_case(case["problem"])
-        checked = _check(subject, operator, entry, problem, payload["device"], seed)
+        first = FirstAnswer(entry)
+        checked = _check(subject, operator, first, problem, payload["device"], seed)
+        if checked["status"] == "passed" and first.answer is not None and "answers" in payload:
+            write_answer(first.answer, Path(payload["answers"], case["name"]))
         if checked["status"] == "passed" and (found := changes()):
             checked |= {"status": "failed", "reason": f"its calls change what all arms share: {found}"}
         cases.append({"name": case["name"], **checked})

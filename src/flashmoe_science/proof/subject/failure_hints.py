@@ -107,6 +107,10 @@ _NOT_HERE = (
 )
 
 
+# Triton's interpreter gives a kernel Python's own numbers, where a compiled one has scalars.
+_PLAIN_NUMBER = "'float' object has no attribute"
+
+
 def not_here(said: str, error: BaseException | None = None) -> str:
     """Return why a machine without a GPU cannot run something, by the error that it raised; empty: it is at fault."""
     said = "\n".join([said, *(str(each) for each in _chain(error))])
@@ -115,7 +119,9 @@ def not_here(said: str, error: BaseException | None = None) -> str:
             return why
     chain = list(_chain(error))
     interpreted = any(type(each).__name__ == "InterpreterError" for each in chain)
-    return _NOT_HERE[-1][1] if interpreted and any(isinstance(each, NotImplementedError) for each in chain) else ""
+    if interpreted and any(isinstance(each, NotImplementedError) or _PLAIN_NUMBER in str(each) for each in chain):
+        return _NOT_HERE[-1][1]
+    return ""
 
 
 def _chain(error: BaseException | None) -> Iterable[BaseException]:

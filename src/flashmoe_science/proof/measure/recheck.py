@@ -1,0 +1,106 @@
+"""Compare answers of a subject once more, in a process in which its code was never imported.
+
+The process that holds the subject writes the bytes of an answer to a file, and nothing else. What they have to be
+follows from the seed, the problem and the operator, and is worked out here. So a subject that replaces the functions
+that check it gains nothing: these are others.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..subject.loading import operator_of
+from ..subject.outputs import Answer, copied, parts
+from ..subject.subject import Subject
+from ..worker import Emit
+from .correctness import ExpectedOutputs, find_expected, judge
+from .fresh_values import Made
+
+LARGEST_BYTES = 1 << 28  # of an answer that is written: a larger one is left out
+
+
+class FirstAnswer:
+    """An entry point that keeps a copy of the first answer that it gives, as plain tensors."""
+
+    def __init__(self, entry: Callable[..., Any]) -> None:
+        self._entry = entry
+        self.answer: Answer | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the entry point."""
+        answer = self._entry(*args, **kwargs)
+        found = parts(answer)
+        if self.answer is None and all(type(part) is torch.Tensor for part in found):
+            if any(part.is_cuda for part in found):
+                torch.cuda.synchronize()
+            self.answer = copied(answer)
+        return answer
+
+
+def write_answer(answer: Answer, path: Path) -> None:
+    """Write the bytes of an answer's tensors, one after another. A large answer is left out."""
+    found = [part.detach().contiguous() for part in parts(answer)]
+    if sum(part.nbytes for part in found) > LARGEST_BYTES:
+        path.write_bytes(b"")
+        return
+    with path.open("wb") as file:
+        for part in found:
+            file.write(part.cpu().flatten().view(torch.uint8).numpy().tobytes())
+
+
+def check_answers(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
+    """Compare answers with what is right: the task of a process without the subject.
+
+    Args:
+        payload: ``subject``, ``device``, and ``answers``: each with ``name`` and ``problem`` of its case, ``file``, and
+            ``made``, see ``fresh_values.Made``.
+        emit: gets an event before each answer.
+
+    Returns:
+        ``wrong``: a reason for the name of each case with a wrong answer; ``left_out``: the names of those whose answer
+        is too large; ``beside``: whether the operator's own module has imported the subject here after all.
+    """
+    torch.set_grad_enabled(False)
+    subject = Subject.from_json(payload["subject"])
+    operator = operator_of(subject)
+    beside = subject.entry_point.partition(":")[0] in sys.modules
+    wrong: dict[str, str] = {}
+    left_out: list[str] = []
+    for table in payload["answers"]:
+        emit({"event": "answer", "name": table["name"]})
+        problem = operator.parse_case(table["problem"])
+        inputs = Made(**table["made"]).inputs(operator, problem, payload["device"])
+        path = Path(table["file"])
+        if not path.is_file():
+            wrong.setdefault(table["name"], "no answer was handed over")
+            continue
+        expected = find_expected(operator, problem, inputs)
+        if path.stat().st_size == 0 < _size_of(expected):
+            left_out.append(table["name"])
+        elif fault := _fault(path, expected):
+            wrong.setdefault(table["name"], fault)
+    return {"wrong": wrong, "left_out": left_out, "beside": beside}
+
+
+def _fault(path: Path, expected: ExpectedOutputs) -> str:
+    """Return how the answer in a file is wrong, or an empty text."""
+    data = path.read_bytes()
+    if len(data) != _size_of(expected):
+        return f"it has {len(data)} bytes, expected {_size_of(expected)}"
+    begin = 0
+    for wanted in expected:
+        part = torch.frombuffer(bytearray(data[begin : begin + wanted.nbytes]), dtype=wanted.dtype)
+        begin += wanted.nbytes
+        _, fault = judge(part.reshape(wanted.exact.shape).to(wanted.exact.device), wanted)
+        if fault:
+            return f"{wanted.output}: {fault}" if wanted.output else fault
+    return ""
+
+
+def _size_of(expected: ExpectedOutputs) -> int:
+    return sum(wanted.nbytes for wanted in expected)

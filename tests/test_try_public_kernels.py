@@ -1,0 +1,45 @@
+"""The public kernels on trial: small files, and wheels that are known by their hash."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from flashmoe_science.proof.subject.loading import load_subject
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def tool():
+    spec = importlib.util.spec_from_file_location("try_public_kernels", ROOT / "tools" / "try_public_kernels.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_kernel_needs_twenty_lines_at_most(tool, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    folders = {path.parent.name for path in tool.FOLDER.glob("*/kernel.toml")}
+    assert folders == set(tool.TRIALS)
+    for name, trial in tool.TRIALS.items():
+        assert len((tool.FOLDER / name / "kernel.toml").read_text().splitlines()) <= 20
+        assert load_subject(str(tool.FOLDER / name)).name == name
+        assert trial.suite.is_file()
+
+
+def test_a_wheel_that_is_another_file_is_refused(tool, tmp_path, monkeypatch):
+    monkeypatch.setattr(tool, "FOLDER", tmp_path / "trials")
+    for name, (version, _) in tool.WHEELS.items():
+        with zipfile.ZipFile(tmp_path / f"{name.replace('-', '_')}-{version}-py3-none-any.whl", "w") as archive:
+            archive.writestr("code.py", "")
+    with pytest.raises(SystemExit, match="is not the file that was tried"):
+        tool.fetch(tmp_path)
+    assert not list(tmp_path.rglob("code.py"))
