@@ -169,6 +169,7 @@ class Guard:
     """
 
     def __init__(self) -> None:
+        _let_torch_choose()
         self._shared = SharedState().changes
         self._code = _code()
         self._kernels = _kernels()
@@ -186,6 +187,14 @@ class Guard:
         found = [shared, *(line for name in sorted(replaced) if (line := f"{name} is another function") not in shared)]
         found += [f"another kernel is registered for {name}" for name in sorted(other)]
         return "; ".join(filter(None, found))
+
+
+def _let_torch_choose() -> None:
+    """Call SDPA on the GPU, if there is one: the first call sets the priority of its backends, whoever makes it."""
+    if torch.cuda.is_available():
+        x = torch.zeros(1, 1, 16, 64, dtype=torch.float16, device="cuda")
+        F.scaled_dot_product_attention(x, x, x)
+        torch.cuda.synchronize()
 
 
 _Code = tuple[Any, ...]  # the object, and what a function can be given besides: code and defaults
