@@ -89,6 +89,19 @@ def huge_error(document):
     )
 
 
+def a_budget_without_an_end(document):
+    document["cases"][0]["arms"][0]["accuracy"]["budget"] = "Infinity"
+
+
+def no_number_as_the_share_of_an_element(document):
+    document["cases"][0]["arms"][0]["accuracy"]["element_share"] = "NaN"
+
+
+def throttled_with_an_unknown_highest_clock(document):
+    document["environment"]["gpu"]["max_sm_clock_mhz"] = None
+    throttled(document)
+
+
 def huge_error_of_one_output(document):
     accuracy = document["cases"][0]["arms"][1]["accuracy"]
     accuracy["outputs"] = {"dq": {"max_error": 1.0, "budget": 0.1, "low_precision_error": 0.1}}
@@ -212,6 +225,9 @@ def an_arm_without_samples(document):
 FORGED = {
     huge_error: "accuracy",
     huge_error_of_one_output: "accuracy",
+    a_budget_without_an_end: "accuracy",
+    no_number_as_the_share_of_an_element: "accuracy",
+    throttled_with_an_unknown_highest_clock: "clocks",
     no_error: "accuracy",
     one_process_copied: "copied processes",
     one_process_scaled: "copied processes",
@@ -244,6 +260,13 @@ FORGED = {
 def test_a_contradiction_is_found_by_its_check(document, forge):
     forge(document)
     assert FORGED[forge] in failed_checks(as_record(document))
+
+
+def test_clocks_that_were_not_read_are_said(document):
+    for rounds, _ in columns(document):
+        rounds["sm_clock_mhz"] = [None] * len(rounds["process"])
+    checks = Consistency(None, {}).of(as_record(document))
+    assert {check.note for check in checks} - {""} == {"the clocks of the card were not read"}
 
 
 def test_a_record_of_the_future_is_not_read(document):
@@ -288,6 +311,11 @@ def test_the_hash_of_a_source_is_compared_with_git(in_git):
     assert failed_checks(forged, repository=repository) == {"sources"}
     absent = with_subject(record, sources=[SourceFile(path="a\nb blob 3", sha256="0" * 64)])
     assert failed_checks(absent, repository=repository) == {"sources"}
+    outside = SourceFile(path="../../shared.cu", sha256="0" * 64)  # git is not asked for it, and tells of the others
+    assert (
+        failed_checks(with_subject(record, sources=[*record.subject.sources, outside]), repository=repository) == set()
+    )
+    assert failed_checks(with_subject(forged, sources=[outside, *forged.subject.sources]), repository=repository)
     dirty = with_subject(forged, tree=TreeState(commit=record.tree.commit, dirty=True))
     assert failed_checks(dirty, repository=repository) == set()  # which the verdict says
 

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import itertools
 import math
+import posixpath
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -172,7 +173,7 @@ def _run(name: str, check: Callable[[Record], str], record: Record) -> Check:
     try:
         said = check(record)
     except UncheckedError as why:
-        return Check(name, "not checked", str(why))
+        return Check(name, "not checked", str(why), str(why) if why.is_note else "")
     return Check(name, "contradiction", said) if said else Check(name, "passed")
 
 
@@ -246,7 +247,8 @@ def _accuracy(record: Record) -> str:
                     return f"case {case.name}: {arm.name} was measured and has no error"
                 continue
             for output in (arm.accuracy, *arm.accuracy.outputs.values()):
-                if not output.share <= 1.0:
+                shares = (output.share, output.element_share or 0.0, output.row_share or 0.0)
+                if not all(share <= 1.0 for share in shares) or not math.isfinite(output.budget):
                     what = f"an error of {output.max_error:.3g}, {output.share:.3g} times its budget"
                     return f"case {case.name}: {arm.name} was measured and has {what}"
     return ""
@@ -293,14 +295,19 @@ def _sensors(record: Record) -> str:
 def _clocks(record: Record) -> str:
     """Compare clocks with the card's highest, and times with what the card can do at these clocks."""
     gpu = record.environment.gpu
-    highest = gpu.max_sm_clock_mhz if gpu else None
-    if gpu is None or highest is None:
-        raise UncheckedError("no GPU, or its highest clock is not known")
+    if gpu is None or not any(case.rounds for case in record.cases):
+        raise UncheckedError("nothing was timed on a GPU")
+    spec = known_spec(gpu)
+    highest = gpu.max_sm_clock_mhz or (spec.max_sm_clock_mhz if spec is not None else None)
+    if highest is None:
+        raise UncheckedError(f"the highest clock of {gpu.name} is not known", is_note=True)
+    if not any(clock for _, rounds in _all_rounds(record) for clock in rounds.sm_clock_mhz):
+        raise UncheckedError("the clocks of the card were not read", is_note=True)
     for case, rounds in _all_rounds(record):
         clocks = [clock for clock in rounds.sm_clock_mhz if clock is not None]
         if not clocks:
             continue
-        if max(clocks) > highest:
+        if gpu.max_sm_clock_mhz is not None and max(clocks) > highest:  # boards may be faster than their model
             return f"case {case.name}: a clock of {max(clocks)} MHz, and the card's highest is {highest} MHz"
         if (middle := median(clocks)) < _FEWEST_CLOCK * highest:
             reasons = sorted({reason for reason in rounds.throttle if reason}) or ["no reason given"]
@@ -461,6 +468,8 @@ def _sources(at_commit: _AtCommit, record: Record) -> str:
     if subject.folder is None:
         raise UncheckedError("its sources are not in this repository")
     for source, data in zip(subject.sources, at_commit.sources, strict=True):
+        if posixpath.normpath(f"{subject.folder}/{source.path}").startswith(".."):
+            continue  # not in this repository
         if data is None:
             return f"commit {commit} has no file {subject.folder}/{source.path}"
         if hashlib.sha256(data).hexdigest() != source.sha256:
@@ -483,7 +492,9 @@ class _AtCommit:
             raise UncheckedError("there is no repository here" if commit else "it names no commit")
         if not is_commit(commit):
             raise UncheckedError(f"{commit!r} is no hash of a commit")
-        names = [f"{commit}:./{subject.folder}/{source.path}" for source in subject.sources]
+        # Asked for a path outside of its repository, git answers nothing at all.
+        paths = [posixpath.normpath(f"{subject.folder}/{source.path}") for source in subject.sources]
+        names = ["" if path.startswith("..") else f"{commit}:./{path}" for path in paths]
         try:
             found, *sources = read_objects(repository, [commit, *names])
         except ProofError as error:
