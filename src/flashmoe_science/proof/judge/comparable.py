@@ -52,7 +52,8 @@ FIELDS: dict[str, _Field] = {
     **_HOST,
     "variables": lambda record: _variables(record.environment),
     "harness": _version("flashmoe-science"),
-    "method": lambda record: record.method,  # older records have a hash of the source that took times
+    # Older records have a hash of the source that took times besides.
+    "method": lambda record: f"{record.settings.method} {record.method}".strip(),
 }
 # The last three are not plain fields: the first two are of what both records share.
 ALLOWED = (*FIELDS, "baseline_version", "problem", "uncommitted")
