@@ -262,6 +262,16 @@ def test_a_contradiction_is_found_by_its_check(document, forge):
     assert FORGED[forge] in failed_checks(as_record(document))
 
 
+def test_a_process_of_few_rounds_that_was_copied_is_found():
+    record = build_record(speedups=[2.0], processes=10, rounds=3)
+    assert failed_checks(record) == set()
+    document = json.loads(record_text(record))
+    for _, arms in columns(document):
+        for name in arms:
+            arms[name][3:6] = arms[name][:3]
+    assert failed_checks(as_record(document)) == {"copied processes"}
+
+
 def test_clocks_that_were_not_read_are_said(document):
     for rounds, _ in columns(document):
         rounds["sm_clock_mhz"] = [None] * len(rounds["process"])

@@ -399,7 +399,23 @@ def _copied_processes(record: Record) -> str:
     for key, column in _columns(record):
         if (first := seen.setdefault(key, column)) is not column and column.is_copy_of(first):
             return f"{column} has the samples of {first}"
+    for case, rounds in _all_rounds(record):  # of few rounds one column says little, and all arms together enough
+        whole: dict[tuple[float, ...], int] = {}
+        for process, values in _processes(rounds).items():
+            if len(values) >= _FEWEST_COMPARED and (other := whole.setdefault(values, process)) != process:
+                return f"case {case.name}: process {process} has the samples of process {other}, of all arms"
     return ""
+
+
+def _processes(rounds: Rounds) -> dict[int, tuple[float, ...]]:
+    """Return the samples of each process, of all arms and kinds of time one after another."""
+    columns = [column for arms in rounds.seconds.values() for column in arms.values()]
+    return {
+        process: tuple(
+            s for column in columns for s in itertools.compress(column, [p == process for p in rounds.process])
+        )
+        for process in dict.fromkeys(rounds.process)
+    }
 
 
 def _copied_control(record: Record) -> str:
