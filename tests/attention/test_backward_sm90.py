@@ -327,10 +327,17 @@ def test_short_causal_steps_take_more_heads_in_turns():
     [
         ({}, 2),
         ({"heads_kv": 2}, 4),
-        ({"heads_kv": 1}, 4),
+        ({"heads_kv": 1}, 8),
+        ({"heads_kv": 1, "seqlen_q": 2049, "seqlen_k": 2049}, 4),
+        ({"heads": 28, "heads_kv": 4}, 7),
+        ({"heads_kv": 2, "seqlen_q": 2048, "seqlen_k": 2048, "gpu": "H100"}, 2),
+        ({"heads_kv": 2, "seqlen_k": 1024, "gpu": "H100"}, 4),
+        ({"heads": 28, "heads_kv": 4, "seqlen_q": 4096, "seqlen_k": 4096}, 1),
+        ({"heads": 28, "heads_kv": 4, "seqlen_q": 4096, "seqlen_k": 4096, "head_dim": 64, "head_dim_v": 64}, 7),
+        ({"heads_kv": 1, "head_dim": 64, "head_dim_v": 64}, 4),
         ({"heads_kv": 1, "seqlen_q": 16384, "seqlen_k": 16384}, 4),
         ({"heads_kv": 1, "seqlen_q": 16384, "seqlen_k": 16385}, 1),
-        ({"heads_kv": 1, "seqlen_q": 1000, "seqlen_k": 2000}, 4),
+        ({"heads_kv": 1, "seqlen_q": 1000, "seqlen_k": 2000}, 8),
         ({"heads_kv": 1, "seqlen_q": 1000, "seqlen_k": 2001}, 1),
         ({"heads": 6, "heads_kv": 2}, 1),
         ({"heads_kv": 8}, 1),
@@ -381,9 +388,9 @@ def test_slower_memory_takes_fewer_heads_together():
         assert isinstance(config, HopperBackwardConfig)
         found[gpu, dim, 8 // heads_kv] = config.heads_together
     assert found == {
-        ("H100", 64, 8): 4, ("H100", 128, 8): 2, ("H100", 192, 8): 1, ("H100", 256, 8): 1,
+        ("H100", 64, 8): 4, ("H100", 128, 8): 8, ("H100", 192, 8): 1, ("H100", 256, 8): 1,
         ("H100", 64, 2): 2, ("H100", 128, 2): 2, ("H100", 192, 2): 2, ("H100", 256, 2): 2,
-        ("H200", 64, 8): 4, ("H200", 128, 8): 4, ("H200", 192, 8): 2, ("H200", 256, 8): 2,
+        ("H200", 64, 8): 4, ("H200", 128, 8): 8, ("H200", 192, 8): 2, ("H200", 256, 8): 2,
         ("H200", 64, 2): 2, ("H200", 128, 2): 2, ("H200", 192, 2): 2, ("H200", 256, 2): 2,
     }  # fmt: skip
 

@@ -27,6 +27,11 @@ _LONGEST_TOGETHER = 16384  # keys
 # 473 (four: 463, all: 449). At D 64, full, 16 heads: 16 in turns 310, eight 305, two 286.
 _MOST_PACKED_TOGETHER = 8
 _PACKED_HEADS_PER_GROUP = 2
+# One length, causal, on an H100 (lab/hopper/backward/17_groups_and_turns.txt): up to 2k keys of D 128 (groups of
+# four: 1k), and at D 64 with odd groups, a whole group together and four K/V heads in turns run at 1.03 to 1.21 of the
+# speed of the other rule.
+_SHORT = 2048
+_WHOLE_GROUPS_IN_TURNS = 4
 _SERVED = ("a sliding window", "packed sequences")
 _MAX = 2**29  # positions: a sum of two of them, rounded up, stays in 32 bits
 _MAX_QUERY_TILES = 2**22  # rows of what is kept of them, 512 each at the most, are counted in 32 bits
@@ -102,13 +107,8 @@ def hopper_backward_config(problem: BackwardProblem, gpu: GpuSpec) -> HopperBack
         config = replace(config, heads_per_group=32)
     elif hopper_backward_columns(problem) == (128, 128) and p.dtype == "bf16" and not p.bounded_left:
         config = replace(config, v_columns=64)
-    most = _most_heads_together(problem, config, gpu)
-    together = math.gcd(p.group, most)
-    if p.packed:
-        together = next(heads for heads in range(most, 0, -1) if p.group % heads == 0)
-        if p.causal and not p.bounded_left and hopper_backward_columns(problem)[0] == _NARROW:
-            config = replace(config, heads_per_group=_PACKED_HEADS_PER_GROUP)
-    config = replace(config, heads_together=together)
+    if p.causal and not p.bounded_left:  # a window bounds the walks
+        config = _with_heads_together(problem, config, gpu)
     _, tiles_n = hopper_backward_tiles(problem, config)
     return replace(config, programs=min(gpu.sms, _tensors(problem) * p.heads_kv * tiles_n))
 
@@ -118,6 +118,24 @@ def _tensors(problem: BackwardProblem) -> int:
     return 1 if problem.forward.packed else problem.forward.batch
 
 
+def _with_heads_together(problem: BackwardProblem, config: HopperBackwardConfig, gpu: GpuSpec) -> HopperBackwardConfig:
+    """Return how a causal walk takes heads: how many of a group together, and how many K/V heads in turns."""
+    p, columns = problem.forward, hopper_backward_columns(problem)[0]
+    if p.packed:
+        whole = next(heads for heads in range(_MOST_PACKED_TOGETHER, 0, -1) if p.group % heads == 0)
+        in_turns = _PACKED_HEADS_PER_GROUP if columns == _NARROW else config.heads_per_group
+        return replace(config, heads_together=whole, heads_per_group=in_turns)
+    # With few queries and many keys, all walks are about equally long.
+    if p.seqlen_k > min(_LONGEST_TOGETHER, 2 * p.seqlen_q):
+        return config
+    short = _SHORT if p.group > 4 else _SHORT // 2
+    is_short = columns == _NARROW and p.seqlen_k <= short and 4 <= p.group <= _MOST_PACKED_TOGETHER
+    is_odd = columns == 64 and p.group % 2 == 1 and 1 < p.group <= _MOST_PACKED_TOGETHER
+    if is_short or is_odd:
+        return replace(config, heads_together=p.group, heads_per_group=_WHOLE_GROUPS_IN_TURNS)
+    return replace(config, heads_together=math.gcd(p.group, _most_heads_together(problem, config, gpu)))
+
+
 def _most_heads_together(problem: BackwardProblem, config: HopperBackwardConfig, gpu: GpuSpec) -> int:
     """Return of how many heads causal walks gain, by times of walks over one head by walks over several.
 
@@ -125,17 +143,9 @@ def _most_heads_together(problem: BackwardProblem, config: HopperBackwardConfig,
     1.02 to 1.13, four 0.96. On an H100: D 64, four 1.05 and 1.16; D 128, two 1.00 to 1.07, four 0.88 to 1.06; D 192,
     two 0.96; D 256, two of two 1.03 and 1.06, two of four 0.90.
     """
-    p = problem.forward
-    # A window bounds the walks. With few queries and many keys, all walks are about equally long.
-    if not p.causal or p.bounded_left:
-        return 1
-    if p.packed:  # most sequences are far shorter than the longest: what the walks read stays in L2
-        return _MOST_PACKED_TOGETHER
-    if p.seqlen_k > min(_LONGEST_TOGETHER, 2 * p.seqlen_q):
-        return 1
     is_fast = gpu.bandwidth_bytes_per_s >= _FAST_MEMORY
     if is_wide(problem):
-        return 2 if is_fast or p.group == 2 else 1
+        return 2 if is_fast or problem.forward.group == 2 else 1
     return 4 if is_fast or config.block_m == 128 else 2
 
 
