@@ -1,7 +1,8 @@
 """Print the figures of docs/explanation/error-scale.md: right kernels that fail, and wrong ones that are found.
 
-``PYTHONPATH=src python tools/simulate_error_scale.py`` takes some minutes. The tests check the same with fewer draws.
-Kernels are simulated: fp64, and a rounding where a kernel rounds.
+``PYTHONPATH=src python tools/simulate_error_scale.py`` takes an hour, most of it for gradients and experts; ``--fewer
+16`` some minutes. The tests check the same with fewer draws. Kernels are simulated: fp64, and a rounding where a kernel
+rounds.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ def forward_shares(case: Attention, count: int, kernels: Sequence[str], seed: in
 def backward_shares(case: Attention, count: int, kernels: Sequence[str], seed: int) -> dict[str, Shares]:
     """Return the shares of each kernel, draw by draw, each the worst of the three gradients."""
     inputs = case.draw(count, torch.Generator().manual_seed(seed))
-    scales = backward_scale(*(inputs[n] for n in ("q", "k", "v", "do")), o_is_given=True, **case.options)
+    scales = backward_scale(*(inputs[n] for n in ("q", "k", "v", "do")), **case.options)
     by_head = [Scale(*(grouped(each[0], each.shape[1] // count) for each in scale)) for scale in scales]
     by_head[1:] = [Scale(*(each[:, 0] for each in scale)) for scale in by_head[1:]]
     exact = differentiate(case, inputs, "exact")

@@ -339,3 +339,51 @@ def test_an_output_of_a_third_of_the_free_memory_is_poisoned_once():
     count = torch.cuda.mem_get_info()[0] // 3
     poison_free_memory("cuda", count)
     assert (torch.empty(count, dtype=torch.uint8, device="cuda")[::4096] == NAN_BYTE).all()
+
+
+class Replay:
+    """A graph on a CPU: a replay makes the call anew, or does what ``change`` makes of it."""
+
+    def __init__(self, call, change):
+        self.call, self.change, self.outputs = call, change, [call()]
+        self.released = False
+
+    def poison_outputs(self):
+        self.outputs[0].fill_(math.nan)
+
+    def replay_once(self):
+        self.outputs[0].copy_(self.change(self.call()))
+
+    def release(self):
+        self.released = True
+
+
+def test_a_replay_of_a_graph_is_judged_with_other_values(monkeypatch):
+    monkeypatch.setattr(check_module, "_synchronize", lambda device: None)
+    monkeypatch.setattr(
+        check_module,
+        "_check_form",
+        lambda answer, wanted, device, which, form=check_module._check_form: form(answer, wanted, "cpu", which),
+    )
+    inputs = OPERATOR.make_inputs(SHORT, seed=1, device="cpu")
+    made = []
+
+    class OnCpu(FakeOperator):
+        def make_inputs(self, problem, *, seed, device):
+            return super().make_inputs(problem, seed=seed, device="cpu")
+
+    def replay(change):
+        def capture(call):
+            made.append(Replay(call, change))
+            return made[-1]
+
+        call = OPERATOR.bind(attend, SHORT, inputs)
+        check_module.check_replay(OnCpu(), call, SHORT, inputs, capture, seed=9)
+
+    replay(lambda out: out)
+    assert torch.equal(inputs["q"], OPERATOR.make_inputs(SHORT, seed=9, device="cpu")["q"])
+    with pytest.raises(WrongResultError, match="a replay of its CUDA graph: error"):
+        replay(lambda out: out * 1.1)
+    with pytest.raises(WrongResultError, match="a replay of its CUDA graph: NaN in"):
+        replay(lambda out: out * math.nan)
+    assert all(graph.released for graph in made)

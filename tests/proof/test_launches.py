@@ -236,6 +236,29 @@ def test_captures_of_one_call_agree_or_it_is_a_problem():
     assert "kernels in each: 1, 0" in problem
 
 
+def test_another_binary_of_the_same_kernel_in_the_graph_is_a_problem():
+    """Specialisations of a Triton kernel have one name."""
+    called = ran().model_copy(update={"registers": 128, "shared_memory_bytes": 4096})
+    for change in ({"registers": 64}, {"shared_memory_bytes": 0}):
+        captured = called.model_copy(update=change)
+        (problem,) = launches.graph_problems([called], [captured])
+        assert problem.startswith("kernel attend is another binary in the CUDA graph of its call: ")
+        assert problem.endswith(", and 128 registers and 4096 bytes of shared memory in the call")
+        assert f"{captured.registers} registers and {captured.shared_memory_bytes} bytes" in problem
+    assert launches.graph_problems([called, ran()], [ran(), called]) == []
+
+
+def test_two_calls_with_other_binaries_of_one_kernel_are_a_problem():
+    one, other = (
+        launches.CallTrace("a", (launches.DeviceEvent("kernel", "attend", 0, 5, 7, registers=registers),))
+        for registers in (32, 64)
+    )
+    assert launches.capture_problems([one, one]) == []
+    (problem,) = launches.capture_problems([one, other])
+    assert problem.startswith("the same call launched another binary of kernel attend: 64 registers and 0 bytes")
+    assert problem.endswith(", after 32 registers and 0 bytes of shared memory")
+
+
 def test_a_kernel_absent_from_the_graph_is_a_problem():
     assert launches.graph_problems([ran(), ran("merge")], [ran("merge"), ran()]) == []
     assert launches.graph_problems([ran()], []) == ["kernel attend is absent from the CUDA graph of its call"]

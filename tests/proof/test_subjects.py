@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 
 import pytest
 
+from flashmoe_science.errors import SubjectError
 from flashmoe_science.proof.gates import chain
 from flashmoe_science.proof.gates.run import passed
+from flashmoe_science.proof.measure.correctness import WrongResultError, check_case, check_stress
+from flashmoe_science.proof.measure.measure import capture_call
 from flashmoe_science.proof.records.evidence import Settings
-from flashmoe_science.proof.subject.loading import load_subject
+from flashmoe_science.proof.subject.loading import load_entry, load_operator, load_subject
 from flashmoe_science.proof.subject.subject import expand_sources
 
 from .chain import SUBJECTS, attention, attention_request, environment_with, gate_of, run_chain, statuses
@@ -30,6 +34,21 @@ CAUGHT = {
     "tile_missing_zeroed": r"the first call: error .* the first at \[0, 0, 64, ",
     "head_transposed": r"the first call: error .* wrong in 4\d\d\d of 12480 elements, the first at \[0, 2, 0, ",
     "bits_vary": "the same input gave other bits, and determinism was promised",
+}
+
+# On standard normal and contiguous inputs they are right.
+STRESSED = {
+    "no_maximum": "stress draw large_logits: NaN in",
+    "one_maximum": "stress draw large_logits: NaN in",
+    "top_keys": "stress draw outliers: error .* in an element where .* is allowed",
+    "contiguous_only": "stress draw strided: ",
+    "strides_of_q": "stress draw expanded: error",
+    "aligned_only": "stress draw odd_offset: ",
+}
+
+IN_PROCESS = {
+    "sloppy_without_gradients": "the first call: error",
+    "forgets_the_sink": "the first call: error .* in an element where .* is allowed; wrong in",
 }
 
 HONEST = ("honest_torch", "honest_triton")
@@ -78,6 +97,75 @@ def test_caught_at_gate_correct(name, monkeypatch):
     assert record.complete
 
 
+TWO = attention(2, 2, 64, 64)
+TWO_BF16 = attention(2, 2, 64, 64, dtype="bf16")
+
+
+def check_here(name, case, device="cpu", capture=None):
+    """Check a case of a subject in this process, as gate correct does in a worker. Raises ``WrongResultError``."""
+    subject = load_subject(str(SUBJECTS / name))
+    operator, entry = load_operator("attention"), load_entry(subject)
+    check_case(operator, entry, case.problem, device=device, seed=5, deterministic=False, capture=capture)
+    check_stress(operator, entry, case.problem, device=device, seed=5, not_served=(), passed=set())
+
+
+@pytest.mark.parametrize("name", STRESSED)
+def test_caught_in_a_stress_draw(name):
+    with pytest.raises(WrongResultError, match=STRESSED[name]):
+        check_here(name, TWO)
+
+
+@pytest.mark.parametrize("name", HONEST[:1])
+def test_no_stress_draw_fails_what_is_right(name):
+    for case in (TWO, TWO_BF16, attention(1, 1, 70, 16, causal=True)):
+        check_here(name, case)
+
+
+def test_what_a_kernel_does_not_serve_is_left_out_and_said(tmp_path):
+    folder = shutil.copytree(SUBJECTS, tmp_path / "subjects") / "contiguous_only"
+    text = (folder / "kernel.toml").read_text()
+    left_out = 'not_served = ["strided", "expanded"]\n'
+    (folder / "kernel.toml").write_text(text.replace("devices =", f"{left_out}devices ="))
+    subject = load_subject(str(folder))
+    assert subject.not_served == ("strided", "expanded")
+    record = run_chain(attention_request(str(folder), TWO))
+    assert "failed" not in statuses(record).values(), gate_of(record, "correct")
+    values = ["outliers", "sink_key", "large_logits", "peaked_rows", "repeated_rows", "neighbours"]
+    assert record.cases[0].stress_draws == [*values, "odd_offset"]
+    assert gate_of(record, "correct").details[:2] == [
+        f"right in the stress draws {', '.join(values)}, odd_offset",
+        "stress draws not served, as the kernel.toml says: strided, expanded",
+    ]
+    (folder / "kernel.toml").write_text(text.replace("devices =", 'not_served = ["stride"]\ndevices ='))
+    with pytest.raises(
+        SubjectError, match=r"key subject.not_served: expected names of stress draws .*strided"
+    ) as found:
+        load_subject(str(folder))
+    assert found.value.hint == "did you mean strided?"
+
+
+def test_what_raises_in_a_stress_draw_has_a_hint(tmp_path):
+    folder = shutil.copytree(SUBJECTS, tmp_path / "subjects") / "contiguous_only"
+    code = "def attend(q, k, v, **kw):\n    assert q.is_contiguous()\n    return attend_right(q, k, v, **kw)\n"
+    (folder / "contiguous_only.py").write_text(f"from plain_torch import attend as attend_right\n\n\n{code}")
+    record = run_chain(attention_request(str(folder), TWO))
+    gate = gate_of(record, "correct")
+    assert "stress draw strided: raised AssertionError" in gate.summary
+    assert gate.hint == 'not_served = ["strided"] in the kernel.toml says that the kernel does not take such inputs'
+
+
+@pytest.mark.parametrize("name", IN_PROCESS)
+def test_caught_as_times_are_taken_and_in_late_rows(name):
+    with pytest.raises(WrongResultError, match=IN_PROCESS[name]):
+        check_here(name, attention(1, 1, 1024, 64, causal=True, dtype="bf16"))
+
+
+@pytest.mark.gpu
+def test_what_drops_precision_when_captured_is_caught():
+    with pytest.raises(WrongResultError, match="a replay of its CUDA graph: "):
+        check_here("sloppy_when_captured", TWO, device="cuda", capture=capture_call)
+
+
 def test_low_precision_accumulator_is_caught_on_long_sequences_only():
     # Sums of 16 bits come near the budget with 16 keys, too: of 60 seeds, one (19) has an element over it.
     request = attention_request("low_precision_accumulator", attention(1, 3, 16, 64), LONG, settings=Settings(seed=0))
@@ -108,7 +196,7 @@ def test_shared_memory_over_the_limit_is_caught_at_gate_build():
 
 def test_every_subject_is_tried_somewhere():
     folders = {file.parent.name for file in SUBJECTS.glob("*/kernel.toml")}
-    assert folders == {*CAUGHT, *HONEST, *OTHER_GATES}
+    assert folders == {*CAUGHT, *STRESSED, *IN_PROCESS, "sloppy_when_captured", *HONEST, *OTHER_GATES}
     for name in folders:
         subject = load_subject(str(SUBJECTS / name))
         assert subject.name == name

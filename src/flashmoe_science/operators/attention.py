@@ -23,6 +23,7 @@ from .base import DTYPES, KernelOperator, standard_normal
 from .baselines.attention import BASELINES
 from .baselines.base import Inputs
 from .error_scale import Scale
+from .stress import halved, stress_attention
 
 if TYPE_CHECKING:
     from ..gpu.compile import KernelOutcome
@@ -65,6 +66,29 @@ def canonical(p: AttentionProblem) -> AttentionProblem:
         k_strides=canonical_strides(shapes["k"], p.k_strides),
         v_strides=canonical_strides(shapes["v"], p.v_strides),
     )
+
+
+def smaller_sizes(p: AttentionProblem, device: str) -> dict[str, int]:
+    """Return sizes for stress draws: two sequences, and as many heads and scores as a device does quickly."""
+    heads_kv, batch = min(1 if device == "cpu" else 2, p.heads_kv), min(2, p.batch)
+    group = min(2, p.group) if device == "cpu" else p.group
+    least, most = (64, 0) if device == "cpu" else (1024, 2**28)
+    longest = max(p.seqlen_q, p.seqlen_k)
+    length = halved(longest, least, lambda n: batch * heads_kv * group * n * n <= most)
+    seqlen_q, seqlen_k = (-(-n * length // max(1, longest)) for n in (p.seqlen_q, p.seqlen_k))
+    sizes = {"batch": batch, "heads": group * heads_kv, "heads_kv": heads_kv}
+    return {**sizes, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+
+
+def change_batched(draw: str, p: AttentionProblem, inputs: Inputs) -> bool:
+    """Change q, k and v ``[B, H, S, D]`` for a stress draw; return whether there is what it changes."""
+    q, k, v = (inputs[name] for name in "qkv")
+    if draw == "neighbours":
+        for x, factor in ((q, 4), (k, 4), (v, 64)):
+            x[1:] *= factor
+        return p.batch > 1
+    stress_attention(draw, q, k, v, p.scale, [0])
+    return True
 
 
 def _asked(problem: AttentionProblem, inputs: Inputs) -> dict[str, Any]:
@@ -189,6 +213,15 @@ class AttentionOperator(KernelOperator):
         q, k, v = (inputs[name] for name in "qkv")
         options = {"causal": problem.causal, "softmax_scale": problem.softmax_scale, **_asked(problem, inputs)}
         return (forward_scale(q, k, v, **options),)
+
+    def smaller(self, problem: AttentionProblem, device: str) -> AttentionProblem:
+        """Return a problem of fewer sequences and heads, and shorter where its scores are too many."""
+        found: AttentionProblem = self.parse_case({**self.as_table(problem), **smaller_sizes(problem, device)})
+        return found
+
+    def change_values(self, draw: str, problem: AttentionProblem, inputs: Inputs) -> bool:
+        """Change q, k and v."""
+        return change_batched(draw, problem, inputs)
 
     def plan(self, subject: str, problem: AttentionProblem, gpu: GpuSpec) -> Plan:
         """Return the plan of a call. Raises ``UnsupportedError``."""

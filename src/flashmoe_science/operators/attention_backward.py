@@ -20,7 +20,7 @@ from ..attention.inputs import check_window
 from ..attention.problem import AttentionProblem, canonical_strides, dense_strides
 from ..gpu.planning import Work
 from ..gpu.specs import GpuSpec
-from .attention import SPILL_BYTES as FORWARD_SPILL_BYTES, canonical, shapes_of
+from .attention import SPILL_BYTES as FORWARD_SPILL_BYTES, canonical, change_batched, shapes_of, smaller_sizes
 from .attention_scale import backward_scale
 from .base import DTYPES, KernelOperator, standard_normal
 from .baselines.attention_backward import BASELINES
@@ -100,8 +100,21 @@ class BackwardOperator(KernelOperator):
 
     def make_inputs(self, problem: BackwardProblem, *, seed: int, device: str) -> dict[str, torch.Tensor]:
         """Return standard normal q, k, v and do, and o and LSE of the reference in fp32, o rounded."""
-        p = problem.forward
-        inputs = draw(problem, seed=seed, device=device)
+        return self.completed(problem, draw(problem, seed=seed, device=device))
+
+    def smaller(self, problem: BackwardProblem, device: str) -> BackwardProblem:
+        """Return a problem of fewer sequences and heads, and shorter where its scores are too many."""
+        sizes = smaller_sizes(problem.forward, device)
+        found: BackwardProblem = self.parse_case({**self.as_table(problem), **sizes})
+        return found
+
+    def change_values(self, draw: str, problem: BackwardProblem, inputs: Inputs) -> bool:
+        """Change q, k and v."""
+        return change_batched(draw, problem.forward, inputs)
+
+    def completed(self, problem: BackwardProblem, drawn: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return what is drawn, with o and the LSE of the forward pass."""
+        p, inputs = problem.forward, drawn
         o, lse = reference.attention(
             inputs["q"], inputs["k"], inputs["v"],
             causal=p.causal, softmax_scale=p.softmax_scale, dtype=torch.float32,
@@ -150,13 +163,10 @@ class BackwardOperator(KernelOperator):
         return found
 
     def error_scale(self, problem: BackwardProblem, inputs: Inputs) -> tuple[Scale, ...]:
-        """Return what is allowed in each element of dq, dk and dv; a call gets the right o, rounded."""
-        return self._gradients_scale(problem, inputs, o_is_given=True)
-
-    def _gradients_scale(self, problem: BackwardProblem, inputs: Inputs, *, o_is_given: bool) -> tuple[Scale, ...]:
+        """Return what is allowed in each element of dq, dk and dv."""
         p = problem.forward
         return backward_scale(
-            inputs["q"], inputs["k"], inputs["v"], inputs["do"], o_is_given=o_is_given,
+            inputs["q"], inputs["k"], inputs["v"], inputs["do"],
             causal=p.causal, softmax_scale=p.softmax_scale, window=p.window,
         )  # fmt: skip
 

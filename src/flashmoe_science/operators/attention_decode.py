@@ -22,6 +22,7 @@ from .base import DTYPES, KernelOperator
 from .baselines.attention_decode import BASELINES, values_of
 from .baselines.base import Inputs
 from .error_scale import Scale
+from .stress import OF_VALUES, stress_attention
 
 if TYPE_CHECKING:
     from ..gpu.identity import PlannedSource
@@ -56,6 +57,8 @@ class DecodeOperator(KernelOperator):
     framework = ("*flash_fwd*", "*fmha*", "*cudnn*", "*sm80_xmma*softmax*")
     known_baselines = BASELINES
     instead = "decode_triton"
+    stress_draws = (*OF_VALUES, "strided", "odd_offset")
+    laid_out = ("q",)  # a cache is allocated once, by whom it serves
 
     def make_problem(self, table: dict[str, Any]) -> CacheProblem:
         """Return the problem of a case. Raises ``InputError`` where pages do not fill the cache."""
@@ -132,6 +135,26 @@ class DecodeOperator(KernelOperator):
         k, v = (cache.transpose(1, 2) for cache in caches)
         options = {"causal": problem.causal, "softmax_scale": problem.softmax_scale}
         return (forward_scale(inputs["q"], k, v, **options),)
+
+    def smaller(self, problem: CacheProblem, device: str) -> CacheProblem:
+        """Return a problem of fewer sequences and heads, on a CPU with a shorter cache."""
+        p = problem
+        batch, heads_kv = min(2, p.batch), min(2, p.heads_kv)
+        unit = p.page_size or 1
+        length = min(p.capacity, max(unit, 64 // unit * unit)) if device == "cpu" else p.capacity
+        sizes = {"batch": batch, "heads": p.group * heads_kv, "heads_kv": heads_kv, "seqlen_k": length}
+        found: CacheProblem = self.parse_case({**self.as_table(p), **sizes})
+        return found
+
+    def change_values(self, draw: str, problem: CacheProblem, inputs: Inputs) -> bool:
+        """Change q and the caches; each page begins with a sink."""
+        if draw == "neighbours":
+            inputs["q"][1:] *= 16
+            return problem.batch > 1
+        k = inputs["k_cache"].transpose(1, 2)
+        v = inputs["v_cache"].transpose(1, 2) if "v_cache" in inputs else None
+        stress_attention(draw, inputs["q"], k, v, problem.scale, [0])
+        return True
 
     def plan(self, subject: str, problem: CacheProblem, gpu: GpuSpec) -> DecodePlan:
         """Return the plan of a call. Raises ``UnsupportedError``."""

@@ -107,12 +107,9 @@ def forward_scale(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Scale:
 
 @without_autocast
 def backward_scale(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, o_is_given: bool, softmax_scale: float | None, **options: Any
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, softmax_scale: float | None, **options: Any
 ) -> tuple[Scale, Scale, Scale]:
-    """Return what is allowed in dq, dk and dv.
-
-    ``o_is_given``: a call gets the right o, rounded; else o has the error of the kernel's own forward pass.
-    """
+    """Return what is allowed in dq, dk and dv, where o has the error of a forward pass."""
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     low = Format.of(q.dtype)
     sums = {name: _Sum(like) for name, like in (("dq", q), ("dk", k), ("dv", v))}
@@ -120,8 +117,7 @@ def backward_scale(
     for rows in chunks:
         p = rows.p
         gradient = do[rows.sequence, rows.heads, rows.rows].float().reshape(*rows.q.shape[:3], -1)  # [N, G, M, DV]
-        o = p.multiplied(rows.v) if not o_is_given else Estimate.exact(p.value @ rows.v)
-        o = o.rounded(low)
+        o = p.multiplied(rows.v).rounded(low)
         delta = (gradient * o.value).sum(-1, keepdim=True)
         of_sum = WIDE * gradient.norm(dim=-1, keepdim=True)  # of a sum of products with do, times the other's length
         delta_bound = (gradient.abs() * o.bound).sum(-1, keepdim=True) + 2 * of_sum * o.value.norm(dim=-1, keepdim=True)

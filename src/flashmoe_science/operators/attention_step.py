@@ -94,6 +94,10 @@ class StepOperator(BackwardOperator):
         """Return standard normal q, k, v and do."""
         return draw(problem, seed=seed, device=device)
 
+    def completed(self, problem: BackwardProblem, drawn: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:  # noqa: ARG002 - the base's signature
+        """Return what is drawn: nothing follows from it."""
+        return drawn
+
     def arguments(self, problem: BackwardProblem, inputs: Inputs) -> tuple[list[torch.Tensor], dict[str, Any]]:
         """Return q, k, v and do, and options."""
         p = problem.forward
@@ -115,10 +119,10 @@ class StepOperator(BackwardOperator):
         return o, *gradients
 
     def error_scale(self, problem: BackwardProblem, inputs: Inputs) -> tuple[Scale, ...]:
-        """Return what is allowed in each element of o, dq, dk and dv; the gradients use the o of this call."""
+        """Return what is allowed in each element of o, dq, dk and dv."""
         p, (q, k, v) = problem.forward, (inputs[name] for name in "qkv")
         o = forward_scale(q, k, v, causal=p.causal, softmax_scale=p.softmax_scale, window=p.window)
-        return o, *self._gradients_scale(problem, inputs, o_is_given=False)
+        return o, *super().error_scale(problem, inputs)
 
     def plan(self, subject: str, problem: BackwardProblem, gpu: GpuSpec) -> StepPlan:  # noqa: ARG002 - there is one
         """Return the plans of both passes. Raises ``UnsupportedError``."""

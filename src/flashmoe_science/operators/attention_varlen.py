@@ -24,6 +24,7 @@ from .base import DTYPES, KernelOperator, standard_normal
 from .baselines.attention_varlen import BASELINES
 from .baselines.base import Inputs
 from .error_scale import Scale
+from .stress import OF_VALUES, stress_attention
 
 if TYPE_CHECKING:
     from ..gpu.identity import PlannedSource
@@ -54,6 +55,7 @@ class VarlenOperator(KernelOperator):
     framework = AttentionOperator.framework
     known_baselines = BASELINES
     instead = "varlen_triton"
+    stress_draws = (*OF_VALUES, "strided", "odd_offset")  # expanded tokens would be one
 
     def make_problem(self, table: dict[str, Any]) -> VarlenProblem:
         """Return the problem of a case. Raises ``InputError`` where a length is no integer."""
@@ -134,6 +136,27 @@ class VarlenOperator(KernelOperator):
             found = forward_scale(*batched, causal=p.causal, softmax_scale=p.softmax_scale)
             largest[rows], rms[rows] = (each[0].transpose(0, 1) for each in found)
         return (Scale(largest, rms),)
+
+    def smaller(self, problem: VarlenProblem, device: str) -> VarlenProblem:
+        """Return a problem of the first sequences, shorter ones, and of fewer heads."""
+        p, (count, longest) = problem.planned, (3, 48) if device == "cpu" else (8, 2048)
+        heads_kv, group = min(2, p.heads_kv), min(2, p.group) if device == "cpu" else p.group
+        lengths, lengths_k = ([min(n, longest) for n in all_[:count]] for all_ in (problem.lengths, problem.lengths_k))
+        sizes = {"lengths": lengths, "lengths_k": lengths_k, "heads": group * heads_kv, "heads_kv": heads_kv}
+        found: VarlenProblem = self.parse_case({**self.as_table(problem), **sizes})
+        return found
+
+    def change_values(self, draw: str, problem: VarlenProblem, inputs: Inputs) -> bool:
+        """Change q, k and v."""
+        starts = [0, *itertools.accumulate(problem.lengths_k)]
+        if draw == "neighbours":
+            for name, first, factor in (("q", problem.lengths[0], 4), ("k", starts[1], 4), ("v", starts[1], 64)):
+                inputs[name][first:] *= factor
+            return len(problem.lengths) > 1
+        q, k, v = (inputs[name].transpose(0, 1) for name in "qkv")
+        firsts = [first for first, length in zip(starts, problem.lengths_k, strict=False) if length]
+        stress_attention(draw, q, k, v, problem.planned.scale, firsts)
+        return True
 
     def plan(self, subject: str, problem: VarlenProblem, gpu: GpuSpec) -> Plan:
         """Return the plan of a call. Raises ``UnsupportedError``."""

@@ -112,8 +112,13 @@ class VarlenBackwardOperator(VarlenOperator):
         for side, lengths in (("q", problem.lengths), ("k", problem.lengths_k)):
             starts = [0, *itertools.accumulate(lengths)]
             inputs[f"cu_seqlens_{side}"] = torch.tensor(starts, dtype=torch.int32, device=device)
+        return self.completed(problem, inputs)
+
+    def completed(self, problem: VarlenProblem, drawn: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return what is drawn, with o and the LSE of the forward pass."""
+        p, inputs = problem.planned, drawn
         o, lse = reference.attention_varlen(
-            **{name: tensor for name, tensor in inputs.items() if name != "do"},
+            **{name: tensor for name, tensor in inputs.items() if name not in ("do", "o", "lse")},
             causal=p.causal, softmax_scale=p.softmax_scale, dtype=torch.float32,
         )  # fmt: skip
         return {**inputs, "o": o.to(inputs["do"].dtype), "lse": lse.t().contiguous().t()}  # as the forward leaves it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,6 +16,7 @@ from ..gpu.device import current_gpu
 from ..gpu.planning import PlannedKernel, PlannedLaunch
 from ..gpu.specs import GpuSpec, find_gpu
 from .baselines.base import Baseline, Inputs
+from .stress import OF_LAYOUT, OF_VALUES, laid_out
 
 if TYPE_CHECKING:
     from ..gpu.compile import KernelJob
@@ -59,6 +61,9 @@ class KernelOperator:
     known_baselines: ClassVar[Mapping[str, Baseline]]
     instead: ClassVar[str | None] = ""  # asked for on a CPU where "auto" runs the reference; None: it does not
     cpu_hint: ClassVar[str] = ""  # after the reason why bf16 is not interpreted
+    stress_draws: ClassVar[Sequence[str]] = (*OF_VALUES, *OF_LAYOUT)
+    laid_out: ClassVar[Sequence[str]] = ("q", "k", "v", "do")  # inputs that stress draws lay out anew
+    expanded: ClassVar[Sequence[str]] = ("k", "v")  # of which sequences or heads may be one
     max_interpreter_steps: ClassVar[int] = 1024  # about a minute in Triton's interpreter
     fresh: ClassVar[tuple[str, ...]] = ()  # inputs that are normal, and of which no other input was worked out
 
@@ -107,6 +112,10 @@ class KernelOperator:
 
     # Calls
 
+    def make_inputs(self, problem: Any, *, seed: int, device: str) -> dict[str, torch.Tensor]:
+        """Return fresh random inputs."""
+        raise NotImplementedError
+
     def arguments(self, problem: Any, inputs: Inputs) -> tuple[Sequence[torch.Tensor | int], dict[str, Any]]:
         """Return the arguments of a call of ours, by position and by name."""
         raise NotImplementedError
@@ -152,6 +161,32 @@ class KernelOperator:
         """Return the rate that bounds a problem; fp32 may run on the tf32 units."""
         dtype: str = self.sizes(problem).dtype
         return "tf32" if dtype == "fp32" else dtype
+
+    # Stress draws
+
+    def smaller(self, problem: Any, device: str) -> Any:
+        """Return a problem of the same kind that is small enough to be checked once more for each stress draw."""
+        raise NotImplementedError
+
+    def change_values(self, draw: str, problem: Any, inputs: Inputs) -> bool:
+        """Change inputs in place as one of ``stress.OF_VALUES`` says; return whether there is what it changes."""
+        raise NotImplementedError
+
+    def completed(self, problem: Any, drawn: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:  # noqa: ARG002 - for those that override it
+        """Return what is drawn, with the inputs that follow from it."""
+        return drawn
+
+    def stressed(
+        self, problem: Any, draw: str, *, seed: int, device: str
+    ) -> tuple[Any, dict[str, torch.Tensor]] | None:
+        """Return a problem like ``problem`` and its inputs in a stress draw; None where the draw does not apply."""
+        small = self.smaller(problem, device)
+        inputs = self.make_inputs(small, seed=seed, device=device)
+        if draw in OF_LAYOUT:
+            found = laid_out(draw, inputs, self.laid_out, self.expanded)
+        else:
+            found = inputs if self.change_values(draw, small, inputs) else None
+        return None if found is None else (small, self.completed(small, found))
 
     # Kernels
 
@@ -256,7 +291,8 @@ class KernelOperator:
             return f"on CPU tensors it runs the reference, which would prove nothing{asked}"
         if "gluon" in kernel:
             return f"{subject} is written in Gluon, which cannot be interpreted: only a GPU can check it"
-        if self.sizes(problem).dtype == "bf16":
+        # A kernel of someone else's who has not imported Triton is no kernel that Triton interprets.
+        if self.sizes(problem).dtype == "bf16" and (kernel or "triton" in sys.modules):
             return f"Triton's interpreter multiplies bf16 wrongly{self.cpu_hint}"
         try:
             steps = self.interpreter_steps(problem)

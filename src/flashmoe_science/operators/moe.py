@@ -26,6 +26,7 @@ from .baselines.moe_vllm import Vllm
 from .error_scale import Scale
 from .moe_routing_cases import draw_ids, weight_bytes
 from .moe_scale import experts_scale
+from .stress import halved
 
 if TYPE_CHECKING:
     from ..gpu.identity import PlannedSource
@@ -80,6 +81,10 @@ class MoeOperator(KernelOperator):
     instead = "few_triton or grouped_triton, in a suite of fp16 or fp32"
     cpu_hint = ": a suite of fp16 or fp32 can be checked here"
     max_interpreter_steps = 4096
+    stress_draws = (
+        "outliers", "large_activations", "peaked_routing", "repeated_rows", "neighbours", "strided", "odd_offset",
+    )  # fmt: skip
+    laid_out = ("x", "do")
 
     def make_problem(self, table: dict[str, Any]) -> MoeCase:
         """Return the problem of a case."""
@@ -174,6 +179,35 @@ class MoeOperator(KernelOperator):
     def error_scale(self, case: MoeCase, inputs: Inputs) -> tuple[Scale, ...]:
         """Return what is allowed in each element of the output."""
         return (experts_scale(inputs, activation_of(case)),)
+
+    def smaller(self, case: MoeCase, device: str) -> MoeCase:
+        """Return a case of fewer tokens, on a CPU of fewer and smaller experts."""
+        p = case.problem
+        sizes = {"tokens": min(p.tokens, 256)}
+        if device == "cpu":
+            experts = min(p.experts, max(4, p.top_k))
+            sizes = {"tokens": min(p.tokens, 8), "experts": experts, "top_k": min(p.top_k, experts)}
+            sizes |= {name: halved(getattr(p, name), 64, lambda _: False) for name in ("hidden", "inter")}
+            sizes |= {"shared_inter": halved(p.shared_inter, 64, lambda _: False)} if p.shared_experts else {}
+        found: MoeCase = self.parse_case({**self.as_table(case), **sizes})
+        return found
+
+    def change_values(self, draw: str, case: MoeCase, inputs: Inputs) -> bool:
+        """Change x and the routing's weights."""
+        x, weights = inputs["x"], inputs["topk_weights"]
+        if draw == "outliers":  # a channel, and a token
+            x[:, 0] *= 16
+            x[-1] *= 4
+        elif draw == "large_activations":
+            x *= 6
+        elif draw == "peaked_routing":  # one expert of each token has all the weight
+            weights.zero_()
+            weights[:, 0] = 1
+        elif draw == "repeated_rows":
+            x[1::2] = x[: x.shape[0] // 2 * 2 : 2]
+        elif draw == "neighbours":
+            x[1:] *= 6
+        return draw in ("outliers", "large_activations", "peaked_routing") or case.problem.tokens > 1
 
     def plan(self, subject: str, case: MoeCase, gpu: GpuSpec) -> MoePlan:
         """Return the plan of a call. Raises ``UnsupportedError``."""

@@ -75,9 +75,14 @@ class MoeBackwardOperator(MoeOperator):
     def make_inputs(self, case: MoeCase, *, seed: int, device: str) -> dict[str, torch.Tensor]:
         """Return those of the forward pass, the gradient of the output, and the first product in fp32, rounded."""
         inputs = super().make_inputs(case, seed=seed, device=device)
-        x, ids = inputs["x"], inputs["topk_ids"].flatten()
-        generator = torch.Generator(device=device).manual_seed(seed + 1)
+        x, generator = inputs["x"], torch.Generator(device=device).manual_seed(seed + 1)
         do = torch.randn(x.shape, generator=generator, device=device, dtype=torch.float32).to(x.dtype)
+        return self.completed(case, {**inputs, "do": do})
+
+    def completed(self, case: MoeCase, drawn: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return what is drawn, with the first product in fp32, rounded."""
+        inputs, x, ids = drawn, drawn["x"], drawn["topk_ids"].flatten()
+        device = x.device
         order = torch.sort(ids, stable=True).indices
         product = torch.zeros(case.problem.pairs, case.problem.columns_up, dtype=x.dtype, device=device)
         for expert in range(case.problem.experts):
@@ -86,7 +91,7 @@ class MoeBackwardOperator(MoeOperator):
             if "bias_gate_up" in inputs:
                 found += inputs["bias_gate_up"][expert].float()
             product[rows] = found.to(x.dtype)
-        return {**inputs, "do": do, "product": product}
+        return {**inputs, "product": product}
 
     def arguments(self, case: MoeCase, inputs: Inputs) -> tuple[list[torch.Tensor], dict[str, Any]]:
         """Return the gradient of the output, the product, and tensors and options of ``fused_moe``."""

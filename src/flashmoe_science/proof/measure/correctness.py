@@ -3,7 +3,10 @@
 1. A first call on fresh random inputs, in memory that was filled with NaN.
 2. New values written to the same addresses: a result cached by pointer or by shape is the old one.
 3. The same values at new addresses: nothing may depend on where the inputs lie.
-4. The same call again: the same bits, where that is promised.
+4. The same call again: the same bits, where that is promised. Gradients are on: before they are off, as where times
+   are taken.
+
+On a GPU a fifth answer is a replay of a CUDA graph, captured with other values. Then one call in each stress draw.
 
 Fresh memory holds NaN: free memory is filled with it, and on a CPU all that torch hands out in calls 1 and 4.
 
@@ -20,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...errors import ProofError
 from ..records.evidence import Accuracy, OutputAccuracy
 from ..subject.failure_hints import not_here
-from ..subject.operator import Inputs, Operator
+from ..subject.operator import Inputs, Operator, stress_draws_of
 from ..subject.outputs import known_parts, names_of, not_formed, parts
 from ..worker import describe_error
 from .shared_state import SharedState
@@ -40,6 +43,7 @@ _FRESH_MEMORY = frozenset(
 )
 
 _ELEMENTS_AT_ONCE = 2**27  # 1 GiB in fp64
+_REPLAY = "a replay of its CUDA graph"
 _FEW = 8  # elements: so few can be the same by chance
 
 # The framework's largest error of fewer elements is luck, and that of a shorter row (tools/simulate_error_scale.py).
@@ -64,13 +68,38 @@ class WrongResultError(Exception):
         self.accuracy = accuracy
 
 
+Capture = Callable[[Callable[[], Any]], Any]  # of one call: a ``measure.Graph``
+
+
 def check_case(
-    operator: Operator, entry: Callable[..., Any], problem: Any, *, device: str, seed: int, deterministic: bool
+    operator: Operator,
+    entry: Callable[..., Any],
+    problem: Any,
+    *,
+    device: str,
+    seed: int,
+    deterministic: bool,
+    capture: Capture | None = None,
 ) -> Accuracy:
     """Check one case and return the largest error seen, with its budget. Raises ``WrongResultError``.
 
     ``seed`` makes the first inputs and ``seed + 1`` the others. ``deterministic``: the subject promises the same bits.
+    ``capture`` makes a CUDA graph of a call, whose replay is judged too; None where there is no GPU.
     """
+    with torch.no_grad():
+        return _check_calls(operator, entry, problem, device, seed, capture, deterministic=deterministic)
+
+
+def _check_calls(
+    operator: Operator,
+    entry: Callable[..., Any],
+    problem: Any,
+    device: str,
+    seed: int,
+    capture: Capture | None,
+    *,
+    deterministic: bool,
+) -> Accuracy:
     run = _Runner(device)
     inputs = operator.make_inputs(problem, seed=seed, device=device)
     others = operator.make_inputs(problem, seed=seed + 1, device=device)
@@ -88,7 +117,10 @@ def check_case(
     moved = {name: tensor.clone(memory_format=torch.preserve_format) for name, tensor in inputs.items()}
     call = operator.bind(entry, problem, moved)
     third = run(call, moved, wanted, "the same values at new addresses")
-    fourth = run(call, moved, wanted, "the same call again", poison_all=device == "cpu")
+    with torch.enable_grad():
+        fourth = run(call, moved, wanted, "the same call again, with gradients on", poison_all=device == "cpu")
+    if capture is not None:
+        check_replay(operator, call, problem, moved, capture, seed=seed + 2)
     run.check_earlier_outputs()
 
     same = all(_same_bits(a, b) for other in (third, fourth) for a, b in zip(second, other, strict=True))
@@ -97,6 +129,81 @@ def check_case(
         raise WrongResultError("the same input gave other bits, and determinism was promised", accuracy)
     del first
     return accuracy
+
+
+def check_replay(
+    operator: Operator, call: Callable[[], Any], problem: Any, inputs: Inputs, capture: Capture, *, seed: int
+) -> None:
+    """Capture a call in a CUDA graph, replay it with other values in the same inputs, and judge the answer.
+
+    Times are taken of such replays: a kernel that chooses another one while it is captured is judged by that. A call
+    that no graph can hold is gate launch's to report. Raises ``WrongResultError``.
+    """
+    others = operator.make_inputs(problem, seed=seed, device="cuda")
+    try:
+        graph = capture(call)
+    except Exception:  # noqa: BLE001 - launch says why, where graph times are wanted
+        _synchronize("cuda")
+        return
+    try:
+        for name, tensor in inputs.items():
+            tensor.data.copy_(others[name])
+        wanted = find_expected(operator, problem, inputs)
+        graph.poison_outputs()
+        graph.replay_once()
+        (answer,) = graph.outputs
+        for output, each in zip(_check_form(answer, wanted, "cuda", _REPLAY), wanted, strict=True):
+            _, fault = judge(output, each)
+            if fault:
+                raise WrongResultError(f"{each.within(_REPLAY)}: {fault}")
+    finally:
+        graph.release()
+
+
+def check_stress(
+    operator: Operator,
+    entry: Callable[..., Any],
+    problem: Any,
+    *,
+    device: str,
+    seed: int,
+    not_served: Sequence[str],
+    refusals: tuple[type[Exception], ...] = (),
+    passed: set[Hashable],
+) -> list[str]:
+    """Check one call in each stress draw of the operator, and return the names of those that apply here.
+
+    Args:
+        operator: what lists the draws.
+        entry: the subject.
+        problem: the case; a draw mostly has a smaller problem of the same kind.
+        device: "cuda" or "cpu".
+        seed: of the inputs.
+        not_served: draws that are left out.
+        refusals: what the subject may raise instead, because it documents that it does not serve such a layout.
+        passed: problems and draws that an earlier case has passed; they are left out, and new ones are added.
+
+    Raises:
+        WrongResultError: the reason names the draw.
+    """
+    tried = []
+    for draw in stress_draws_of(operator):
+        found = None if draw in not_served else operator.stressed(problem, draw, seed=seed, device=device)  # type: ignore[attr-defined]
+        if found is None:
+            continue
+        small, inputs = found
+        if (small, draw) not in passed:
+            runner = _Runner(device, refusals)
+            with torch.no_grad():
+                wanted = find_expected(operator, small, inputs)
+                call = operator.bind(entry, small, inputs)
+                try:
+                    runner(call, inputs, wanted, f"stress draw {draw}", poison_all=device == "cpu")
+                except refusals:
+                    continue
+            passed.add((small, draw))
+        tried.append(draw)
+    return tried
 
 
 @dataclass(frozen=True)
@@ -390,8 +497,9 @@ def _errors(answer: torch.Tensor, exact: torch.Tensor) -> Iterator[torch.Tensor]
 class _Runner:
     """Calls the subject, checks what comes back, and remembers the worst error."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, refusals: tuple[type[Exception], ...] = ()) -> None:
         self._device = device
+        self._refusals = refusals
         self._outputs: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # which call, output, copy made at once
         self._worst: dict[str, OutputAccuracy] = {}  # by output
 
@@ -412,6 +520,8 @@ class _Runner:
             with PoisonFreshMemory() if poison_all else contextlib.nullcontext():  # type: ignore[no-untyped-call]
                 answer = call()
             _synchronize(self._device)
+        except self._refusals:
+            raise
         except Exception as error:
             if self._device == "cpu" and (why := not_here(describe_error(error), error)):
                 raise NotPossibleHereError(f"{why}: {describe_error(error)}") from error

@@ -8,6 +8,7 @@ a process that records.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import tempfile
@@ -17,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -316,7 +318,11 @@ def baseline_problems(patterns: Sequence[str], launches: Sequence[Launch]) -> li
 def capture_problems(calls: Sequence[CallTrace]) -> list[str]:
     """Return why several captures of one call are no one answer: kernels that some of them lack."""
     if len({_signature(call.launches()) for call in calls}) <= 1:
-        return []
+        pairs = (_other_binaries(one.launches(), other.launches()) for one, other in pairwise(calls))
+        return [
+            f"the same call launched another binary of kernel {name}: {second}, after {first}"
+            for name, first, second in dict.fromkeys(itertools.chain.from_iterable(pairs))
+        ]
     counts = ", ".join(str(len(call.kernels)) for call in calls)
     return [f"the same call launched different kernels from time to time (kernels in each: {counts})"]
 
@@ -328,7 +334,26 @@ def graph_problems(eager: Sequence[Launch], graph: Sequence[Launch]) -> list[str
     return [
         *(f"kernel {name} is absent from the CUDA graph of its call" for name in absent),
         *(f"kernel {name} runs in the CUDA graph of the call only" for name in surplus),
+        *(
+            f"kernel {name} is another binary in the CUDA graph of its call: {in_graph}, and {called} in the call"
+            for name, called, in_graph in _other_binaries(eager, graph)
+        ),
     ]
+
+
+def _other_binaries(one: Sequence[Launch], other: Sequence[Launch]) -> list[tuple[str, str, str]]:
+    """Return the kernels that need other registers or shared memory in ``other``: its name, and both."""
+    first, second = _resources(one), _resources(other)
+    return [(name, first[name], second[name]) for name in sorted(first.keys() & second) if first[name] != second[name]]
+
+
+def _resources(launches: Sequence[Launch]) -> dict[str, str]:
+    """Return what each kernel needs, in words; of several binaries of one name all."""
+    found: dict[str, set[str]] = {}
+    for launch in launches:
+        words = f"{launch.registers} registers and {launch.shared_memory_bytes} bytes of shared memory"
+        found.setdefault(launch.name, set()).add(words)
+    return {name: " or ".join(sorted(words)) for name, words in found.items()}
 
 
 def _signature(launches: Sequence[Launch]) -> frozenset[tuple[Any, ...]]:

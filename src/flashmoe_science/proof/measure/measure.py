@@ -221,6 +221,14 @@ class CudaGraph(Graph):
         self._graph.reset()
 
 
+def capture_call(call: Call) -> Graph:
+    """Return a CUDA graph of one call, captured on a stream of its own as those that are timed. Raises what it raises.
+
+    The call has to have been made before.
+    """
+    return CudaGraph([call], 1, _cuda.Stream())
+
+
 def _clean_up_after_failed_capture(stream: torch.cuda.Stream, pool: Any) -> None:
     """Undo what an invalidated capture leaves behind, where ``capture_end`` raised before it could."""
     _cuda.set_stream(stream)

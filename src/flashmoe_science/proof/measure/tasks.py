@@ -8,11 +8,11 @@ import inspect
 import re
 import secrets
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...errors import CompileError, OperatorError, SubjectError
+from ...errors import CompileError, OperatorError, SubjectError, UnsupportedError
 from ..subject.failure_hints import explain_import
 from ..subject.loading import load_entry, operator_of
 from ..subject.subject import Subject, add_python_path, expand_sources, load_attribute
@@ -156,8 +156,8 @@ def check_correct(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
     """Check the results of a subject, case by case, on ``device`` with inputs of ``seed``, None for a fresh one.
 
     ``emit`` gets a "start" and a "case" event for each case. Returns ``seed`` and ``cases``, each with ``name``,
-    ``status`` (passed, failed, not possible here), ``reason``, ``accuracy`` and ``stand_in``: what ran in the subject's
-    place.
+    ``status`` (passed, failed, not possible here), ``reason``, ``accuracy``, ``stand_in``: what ran in the subject's
+    place, and, where it passed, ``stress_draws``: those that it passed too.
     """
     from .recheck import FirstAnswer, write_answer  # they import torch, which not every task needs
     from .shared_state import AT_IMPORT, HINT, Guard
@@ -169,12 +169,12 @@ def check_correct(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
     if found := changes():
         raise SubjectError(f"{AT_IMPORT}: {found}", hint=HINT)
     seed = secrets.randbits(31) if payload.get("seed") is None else int(payload["seed"])
-    cases = []
+    cases, passed = [], set[Hashable]()
     for case in payload["cases"]:
         emit({"event": "start", "name": case["name"]})
         problem = operator.parse_case(case["problem"])
         first = FirstAnswer(entry)
-        checked = _check(subject, operator, first, problem, payload["device"], seed)
+        checked = _check(subject, operator, first, problem, payload["device"], seed, passed)
         if checked["status"] == "passed" and first.answer is not None and "answers" in payload:
             write_answer(first.answer, Path(payload["answers"], case["name"]))
         if checked["status"] == "passed" and (found := changes()):
@@ -186,8 +186,10 @@ def check_correct(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
     return {"cases": cases, "seed": seed}
 
 
-def _check(subject: Subject, operator: Any, entry: Any, problem: Any, device: str, seed: int) -> dict[str, Any]:
-    from .correctness import NotPossibleHereError, WrongResultError, check_case
+def _check(
+    subject: Subject, operator: Any, entry: Any, problem: Any, device: str, seed: int, passed: set[Hashable]
+) -> dict[str, Any]:
+    from .correctness import NotPossibleHereError, WrongResultError, check_case, check_stress
 
     stand_in, promised = "", subject.deterministic
     if device == "cpu":
@@ -197,13 +199,30 @@ def _check(subject: Subject, operator: Any, entry: Any, problem: Any, device: st
         stand_in = operator.cpu_stand_in(subject.name, problem) if subject.builtin else ""
     try:
         with blaming(subject.operator):
-            accuracy = check_case(operator, entry, problem, device=device, seed=seed, deterministic=promised)
+            accuracy = check_case(
+                operator, entry, problem, device=device, seed=seed, deterministic=promised, capture=_capture_on(device)
+            )
+            # Our own kernels say of some layouts that they do not serve them; a user's kernel.toml says so.
+            draws = check_stress(
+                operator, entry, problem, device=device, seed=seed, not_served=subject.not_served,
+                refusals=(UnsupportedError,) if subject.builtin else (), passed=passed,
+            )  # fmt: skip
     except NotPossibleHereError as error:
         return {"status": "not possible here", "reason": str(error), "accuracy": None, "stand_in": ""}
     except WrongResultError as error:
         accuracy_json = error.accuracy.model_dump(mode="json") if error.accuracy else None
         return {"status": "failed", "reason": str(error), "accuracy": accuracy_json, "stand_in": stand_in}
-    return {"status": "passed", "reason": "", "accuracy": accuracy.model_dump(mode="json"), "stand_in": stand_in}
+    found = {"accuracy": accuracy.model_dump(mode="json"), "stress_draws": draws}
+    return {"status": "passed", "reason": "", "stand_in": stand_in, **found}
+
+
+def _capture_on(device: str) -> Callable[[Callable[[], Any]], Any] | None:
+    """Return what makes a CUDA graph of a call, or None where there is no GPU."""
+    if device != "cuda":
+        return None
+    from .measure import capture_call
+
+    return capture_call
 
 
 def _lost_gpu(device: str) -> str:

@@ -231,6 +231,7 @@ class CaseRecord(Model):
     stand_in: str = (
         ""  # what gate correct ran on the CPU in the subject's place, and why; it leaves ``correct`` at None
     )
+    stress_draws: list[str] = Field(default_factory=list)  # that gate correct tried besides, all of which passed
     input_sets: int = 1  # sets of inputs that the graph and wall times rotate over
     input_set_bytes: int = 0  # of one of them; 0: not known
     arms: list[Arm] = Field(default_factory=list)

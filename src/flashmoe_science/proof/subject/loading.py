@@ -18,6 +18,7 @@ from ...gpu.specs import SPECS, find_gpu
 from ..records.evidence import Record, SubjectInfo
 from ..records.toml_files import read_toml
 from ..worker import in_worker
+from .operator import stress_draws_of
 from .registry import BUILTIN_OPERATORS, find_operator, is_user_defined
 from .subject import PACKAGE_FOLDER, PYTHON, KernelPromise, Limits, Subject, add_python_path, load_attribute
 from .user_operator import find_user_operator, load_user_operator
@@ -83,6 +84,7 @@ class _SubjectTable(_Table):
     python_path: list[_Path] = ["."]
     devices: list[Literal["cuda", "cpu"]] = Field(default=["cuda"], min_length=1)
     deterministic: bool = False
+    not_served: list[str] = []
     expected_speedup: float | None = Field(default=None, gt=0, allow_inf_nan=False)
 
 
@@ -239,15 +241,22 @@ def _subject_from_file(path: Path, time_limit: float | None) -> Subject:
         forbidden_kernels=tuple(launch.forbidden),
         expected_speedup=table.expected_speedup,
         deterministic=table.deterministic,
+        not_served=tuple(table.not_served),
         devices=tuple(table.devices),
         limits=Limits(**file.limits.model_dump()),
     )
     subject = _with_limit(subject, time_limit)
     try:
-        operator_of(subject)
+        operator = operator_of(subject)
     except SubjectError as error:
         message = str(error).partition("\nhint: ")[0]
         raise SubjectError(f"{path}: key subject.operator: {message}", hint=error.hint) from error
+    draws = stress_draws_of(operator)
+    if unknown := [name for name in subject.not_served if name not in draws]:
+        expected = f"names of stress draws of {subject.operator} ({', '.join(draws) or 'it has none'})"
+        close = difflib.get_close_matches(unknown[0], draws, n=1)
+        hint = f"did you mean {close[0]}?" if close else _HINT
+        raise SubjectError(f"{path}: key subject.not_served: expected {expected}, got {unknown[0]!r}", hint=hint)
     return subject
 
 

@@ -192,6 +192,23 @@ class Refreshing(Protocol):
         """
 
 
+@runtime_checkable
+class Stressing(Protocol):
+    """What an operator may offer besides: inputs and layouts that models have and its random inputs have not."""
+
+    stress_draws: Sequence[str]  # their names, in the order in which they are tried
+
+    def stressed(
+        self, problem: Any, draw: str, *, seed: int, device: str
+    ) -> tuple[Hashable, Mapping[str, torch.Tensor]] | None:
+        """Return a problem like ``problem``, mostly smaller, and its inputs; None where the draw does not apply."""
+
+
+def stress_draws_of(operator: Operator) -> tuple[str, ...]:
+    """Return the names of an operator's stress draws."""
+    return tuple(getattr(operator, "stress_draws", ()))  # not by isinstance: a revision's operator hands it on
+
+
 class Axis(Protocol):
     """One way to make a problem longer, with what a longer one means for a kernel."""
 

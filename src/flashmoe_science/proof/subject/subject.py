@@ -82,6 +82,7 @@ class Subject:
     forbidden_kernels: tuple[str, ...] = ()  # fnmatch patterns
     expected_speedup: float | None = None
     deterministic: bool = False  # same input twice, same bits
+    not_served: tuple[str, ...] = ()  # stress draws of the operator that it need not be right for
     builtin: bool = False
     devices: tuple[str, ...] = ("cuda",)
     limits: Limits = Limits()
