@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 import pytest
@@ -106,3 +107,13 @@ def test_jobs_are_the_kernels_of_the_launches_each_once(name):
     jobs = operator.compile_jobs(subject, [case, case], ["H200", "H100"])
     assert len({job.source for job in jobs}) == len(jobs)
     assert {job.source.name for job in jobs} == {each.source.name for each in operator.launches(subject, case, gpu)}
+
+
+def test_a_kernel_of_someone_else_is_checked_in_bf16_unless_triton_interprets_it(monkeypatch):
+    operator: Any = load_operator("attention")
+    problem = operator.parse_case({"batch": 1, "heads": 1, "seqlen_q": 32, "head_dim": 16, "dtype": "bf16"})
+    monkeypatch.setitem(sys.modules, "triton", sys)
+    assert operator.cpu_refusal("", problem) == "Triton's interpreter multiplies bf16 wrongly"
+    monkeypatch.delitem(sys.modules, "triton")
+    assert operator.cpu_refusal("", problem) is None
+    assert operator.cpu_refusal("forward_triton", problem) == "Triton's interpreter multiplies bf16 wrongly"
