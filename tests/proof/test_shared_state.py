@@ -65,7 +65,10 @@ def test_variables_that_say_where_files_lie_are_left_to_the_subject(monkeypatch)
     changes = SharedState().changes
     monkeypatch.setenv("TRITON_CACHE_DIR", "here")
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    monkeypatch.setenv("KMP_INIT_AT_FORK", "FALSE")  # as importing scikit-learn does
     assert changes() == ""
+    monkeypatch.setenv("KMP_BLOCKTIME", "0")
+    assert changes() == "the variable KMP_BLOCKTIME is 0, and was not set"
 
 
 def test_a_thread_of_the_subject_is_named_and_those_of_python_are_not():
