@@ -17,5 +17,6 @@ def test_a_model_trains_on_split_sequences_as_on_one_process(tmp_path: Path) -> 
             assert max(errors.values()) < 1e-5, f"rank {rank}, {case}: {errors}"
         assert found["messages"] == {
             "padding": "a mask is not served where sequences are split over ranks",
+            "no plan": "position_ids restart: packed documents need a plan",
             "lengths": "cu_seq_lens_q is not served where sequences are split over ranks",
         }

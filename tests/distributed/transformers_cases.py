@@ -73,7 +73,11 @@ def all_cases(rank: int, ranks: int) -> dict[str, Any]:
     ids = torch.ones(1, 8, dtype=torch.long)
     mask = torch.ones(1, 8, dtype=torch.long)
     mask[0, :3] = 0
-    refused = {"padding": {"attention_mask": mask}, "lengths": {"cu_seq_lens_q": torch.tensor([0, 8])}}
+    refused = {
+        "padding": {"attention_mask": mask},
+        "lengths": {"cu_seq_lens_q": torch.tensor([0, 8])},
+        "no plan": {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])},
+    }
     messages = {}
     for name, more in refused.items():
         try:

@@ -222,7 +222,7 @@ class FakeGpu:
         cases = [{"name": case["name"], **row} for case in payload["cases"]]
         for case in cases:
             on_event({"event": "case", "case": case})
-        return TaskResult(ok=True, data={"cases": cases, "seed": 1}, reason="", seconds=3.0, output_tail="")
+        return TaskResult(ok=True, data={"cases": cases, "seed": 1}, reason="", seconds=2.0, output_tail="")
 
     def _check_answers(self, payload, on_event):
         assert payload["answers"]

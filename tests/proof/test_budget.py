@@ -128,7 +128,7 @@ def test_a_gate_that_takes_longer_than_expected_is_ended_where_the_budget_is(gpu
     monkeypatch.setattr(run, "run_task", answer)
     recorder = Recorder()
     record = run_with(meter(budget=31 * DOLLARS_A_SECOND), recorder)
-    assert [round(seconds) for seconds in asked] == [31, 29, 26, 21]
+    assert [round(seconds) for seconds in asked] == [31, 29, 29, 26, 21]
     assert statuses(record) == until("bench", "not reached")
     assert record.incomplete_reason == "stopped in gate bench: the budget is spent"
     gate = gate_of(record, "bench")

@@ -129,7 +129,7 @@ def with_package(repository, operator=None, tag="packaged", *, place="operators/
     shutil.rmtree(target, ignore_errors=True)
     for room in ("attention", "gpu", "moe", "operators"):
         shutil.copytree(PACKAGE_FOLDER / room, target / room, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("__init__.py", "errors.py"):
+    for file in ("__init__.py", "errors.py", "flops.py"):
         shutil.copy(PACKAGE_FOLDER / file, target / file)
     if operator is not None:
         if not place.startswith("operators"):  # as it was once
@@ -240,7 +240,10 @@ def test_b_is_timed_against_a_and_a_second_copy_of_a_after_both_are_right(reposi
     record, recorder, said = prove_both(repository)
     first, second = (git(repository, "rev-parse", tag) for tag in ("first", "second"))
     assert said == [f"A: first ({first[:12]})", f"B: second ({second[:12]})"]
-    assert [name for name, _ in fake.calls] == ["capture_launches", "check_correct"] * 2 + ["measure"] * 4
+    assert [name for name, _ in fake.calls] == [
+        *["capture_launches", "check_correct", "check_answers"] * 2,
+        *["measure"] * 4,
+    ]
     assert [payload["subject"]["name"] for _, payload in fake.calls[:2]] == [f"doubling@{first[:12]}"] * 2
     assert recorder.started == [
         *(names := ["sources", "build", "import", "launch", "correct"]),

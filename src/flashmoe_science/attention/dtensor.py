@@ -7,6 +7,8 @@ DTensor gathers what is sharded otherwise, by tokens for one: the answer is righ
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -71,7 +73,10 @@ def _axes(given: Mapping[str, Any]) -> list[Axis]:
     mesh, packed = given["q"].mesh, given.get("cu_seqlens_q") is not None
     axes: list[Axis] = [] if packed else ["batch"]
     heads_kv = given["k"].shape[1]
-    if all(heads_kv % mesh.size(dim) == 0 for dim in range(mesh.ndim)):  # each rank has whole groups
+    sizes = [mesh.size(dim) for dim in range(mesh.ndim)]
+    ways = (math.prod(some) for count in range(1, mesh.ndim + 1) for some in itertools.combinations(sizes, count))
+    # Each rank has whole groups, over any dimensions of the mesh. torch itself leaves out more shards than heads.
+    if all(heads_kv % ranks == 0 or ranks > heads_kv for ranks in ways):
         axes.append("heads")
     return axes
 

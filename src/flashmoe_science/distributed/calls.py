@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..attention.backward.autograd import gradients_of
 from ..attention.dispatch import attend
@@ -28,8 +29,14 @@ class ByHead(NamedTuple):
     def check(self, heads: int) -> None:
         """Raise ``InputError`` unless each has one number a head."""
         for name, tensor in self._asdict().items():
-            if tensor is not None and tuple(tensor.shape) != (heads,):
+            if tensor is None:
+                continue
+            if not isinstance(tensor, Tensor):
+                raise InputError(f"{name} must be a torch.Tensor or None, got {type(tensor).__name__}")
+            if tuple(tensor.shape) != (heads,):
                 raise InputError(f"{name} must be [H] = [{heads}], got {list(tensor.shape)}")
+        if self.alibi is not None and self.alibi.requires_grad and torch.is_grad_enabled():
+            raise InputError("alibi must not require grad: there is no gradient of it, got one that does")
 
     def of_rank(self, rank: int, ranks: int) -> ByHead:
         """Return the part of a rank's heads."""
@@ -134,6 +141,7 @@ class Gathered(torch.autograd.Function):
         return o, lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
         """Return the gradients of the local tokens."""
         exchange: Exchange = ctx.exchange

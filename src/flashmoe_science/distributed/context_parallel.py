@@ -106,6 +106,10 @@ class ContextParallel:
                 f"the plan is of {plan.layout.tokens} tokens and {plan.layout.ranks} ranks, "
                 f"got {tokens} and {self.ranks}"
             )
+        if (len(plan.layout.chunks[0]) == 1) != (self.strategy == "heads"):
+            raise InputError(
+                f"the plan is of another strategy than {self.strategy}", hint="make it by this ContextParallel's plan"
+            )
         return plan.layout
 
     def attention(
@@ -251,6 +255,9 @@ class ContextParallel:
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             if not isinstance(tensor, Tensor) or tensor.dim() != axes:  # type: ignore[redundant-expr] # callers may pass what types rule out
                 raise InputError(f"{name} must be a tensor {form}, got {shown(getattr(tensor, 'shape', tensor))}")
+            if tensor.dtype != q.dtype or tensor.device != q.device:
+                got = f"{tensor.dtype} on {tensor.device}"
+                raise InputError(f"{name} must have the dtype and device of q, {q.dtype} on {q.device}, got {got}")
             if tensor.shape[tokens_at] != q.shape[tokens_at]:
                 raise InputError(
                     f"{name} must have the tokens of q, {q.shape[tokens_at]}, got {tensor.shape[tokens_at]}",
@@ -285,5 +292,9 @@ class ContextParallel:
 def _describe(strategy: str, tensors: Sequence[Tensor | None], options: Options, plan: PackedPlan | None) -> str:
     named = dict(zip(("q", "k", "v", "sinks", "alibi"), tensors, strict=True))
     asked = ", ".join(f"{name}={value}" for name, value in options._asdict().items())
-    documents = "" if plan is None else f", {len(plan.starts) - 1} documents, digest {hash(plan.starts):x}"
+    documents = (
+        ""
+        if plan is None
+        else f", {len(plan.starts) - 1} documents, digest {hash((plan.starts, plan.layout.chunks)):x}"
+    )
     return f"{strategy}: {describe_tensors(named)}, {asked}{documents}"

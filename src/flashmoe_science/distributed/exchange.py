@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..errors import InputError
 from .layout import Layout
@@ -84,6 +85,7 @@ class TokensToHeads(torch.autograd.Function):
         return tokens_to_heads(tensors, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """Exchange back."""
         return None, *heads_to_tokens(gradients, ctx.group)
@@ -99,6 +101,7 @@ class HeadsToTokens(torch.autograd.Function):
         return heads_to_tokens((tensor,), group)[0]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         """Exchange back."""
         return None, tokens_to_heads((gradient,), ctx.group)[0]
@@ -140,6 +143,7 @@ class GatherTokens(torch.autograd.Function):
         return gather_tokens(local, layout, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         """Sum."""
         return None, None, reduce_tokens(gradient, ctx.layout, ctx.group).to(gradient.dtype)
@@ -155,6 +159,7 @@ class ReduceTokens(torch.autograd.Function):
         return reduce_tokens(partial, layout, group).to(partial.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         """Gather."""
         return None, None, gather_tokens(gradient, ctx.layout, ctx.group)

@@ -159,20 +159,43 @@ def make_mask(*arguments: Any, local_size: int | None = None, **options: Any) ->
     return bias
 
 
-def make_no_mask(*_arguments: Any, local_size: int | None = None, **options: Any) -> None:
+def make_no_mask(*arguments: Any, local_size: int | None = None, **options: Any) -> None:
     """Return None: layers hand over their windows, and the plan of a packed batch keeps its documents apart.
 
     Raises:
-        UnsupportedError: the mask has padding, or chunks, or there is a cache.
+        UnsupportedError: a mask is given, tokens see others ahead, or models of this type make masks of their own.
     """
-    config, given = options.get("config"), options.get("attention_mask")
-    if given is not None and not (given.dtype == torch.bool and bool(given.all())):
+    config = options.get("config")
+    if options.get("attention_mask") is not None:  # of all ones too: ranks must refuse alike
         raise UnsupportedError(
             "a mask is not served where sequences are split over ranks",
             hint="leave attention_mask out, and make padding a document of its own in the plan",
         )
-    if local_size is not None and local_size != getattr(config, "sliding_window", None):
-        raise UnsupportedError(f"chunks of {local_size} tokens are not served where sequences are split over ranks")
+    skipped = transformers_models.skips(config)
+    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+    is_window = local_size is None or ("window" in skipped and local_size == window and local_size != chunk)
+    if "causal" not in skipped or not is_window or _looks_ahead(*arguments, **options):
+        raise UnsupportedError("this model's masks are not served where sequences are split over ranks")
+
+
+def _looks_ahead(*sizes: Any, mask_function: Any = None, device: Any = None, **options: Any) -> bool:
+    """Whether a token sees the one behind it, as those of images do. A GPU is waited for."""
+    named = {**dict(zip(("batch_size", "q_length"), sizes, strict=False)), **options}
+    if mask_function is None:
+        return False
+    rows = torch.arange(int(named["q_length"]) - 1, device=device)[None]
+    sequences = torch.arange(int(named["batch_size"]), device=device)[:, None]
+    return bool(torch.as_tensor(mask_function(sequences, torch.zeros_like(rows), rows, rows + 1)).any())
+
+
+def _restarts(position_ids: Any) -> bool:
+    """Whether positions fall somewhere, as those of packed documents do. All layers ask for the same tensor."""
+    if not isinstance(position_ids, Tensor):
+        return False
+    known = position_ids.__dict__
+    if "flashmoe_restarts" not in known:  # on a GPU it has to be waited for, once a call of the model
+        known["flashmoe_restarts"] = bool((position_ids.diff() < 0).any())
+    return bool(known["flashmoe_restarts"])
 
 
 def attend_in_parallel(
@@ -211,6 +234,11 @@ def attend_in_parallel(
         "window": (window - 1, -1 if causal else window - 1) if window else (-1, -1),
     }  # fmt: skip
     if context_parallel_plan is None:
+        if _restarts(others.get("position_ids")):
+            raise UnsupportedError(
+                "position_ids restart: packed documents need a plan",
+                hint="hand over context_parallel_plan=context_parallel.plan(lengths)",
+            )
         o: Tensor = context_parallel.attention(query, key, value, **options)
         return o.transpose(1, 2).contiguous(), None
     if query.shape[0] != 1:

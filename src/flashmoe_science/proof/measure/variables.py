@@ -9,8 +9,11 @@ _SETTING = re.compile(
     r"MKL_|KMP_|KINETO_|CUPTI_|LD_PRELOAD$|MALLOC_)"
 )
 _NO_SETTING = ("FLASHMOE_COMMIT", "FLASHMOE_SSH", "FLASHMOE_STORE")
-# Importing scikit-learn sets both, and transformers imports it. They say how Intel's OpenMP starts, not how it runs.
-_STARTS_OPENMP = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
+# Importing a library sets these: scikit-learn, which transformers imports, the first two, and vLLM the others. They say
+# how OpenMP starts, how many processes compile, and how GPUs are looked for, and nothing of how calls run.
+_SET_BY_IMPORTS = (
+    "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_COMPILE_THREADS", "PYTORCH_NVML_BASED_CUDA_CHECK",
+)  # fmt: skip
 _PLACE = re.compile(r"_(DIR|HOME|PATH|ARCH_LIST|LOGS)$")
 
 
@@ -24,4 +27,4 @@ def is_shared(name: str) -> bool:
 
     Where files lie, and for what is built, does not count: torch and its compiler set some of those themselves.
     """
-    return is_setting(name) and name not in _STARTS_OPENMP and _PLACE.search(name) is None
+    return is_setting(name) and name not in _SET_BY_IMPORTS and _PLACE.search(name) is None
