@@ -17,6 +17,7 @@ CASES = {
     "attention_backward": _ATTENTION,
     "attention_train": _ATTENTION,
     "attention_varlen": {"lengths": [5, 40], "heads": 4, "head_dim": 16, "dtype": "fp32"},
+    "attention_varlen_backward": {"lengths": [5, 40], "heads": 4, "head_dim": 16, "dtype": "fp32"},
     "attention_cache": {"batch": 2, "heads": 4, "heads_kv": 2, "seqlen_k": 64, "head_dim": 16, "dtype": "fp32"},
     "moe": _MOE,
     "moe_backward": _MOE,

@@ -93,7 +93,7 @@ def test_a_thread_of_the_subject_is_named_and_those_of_python_are_not():
 SETTINGS = {
     "torch.backends.cuda.enable_cudnn_sdp(False)": "torch.backends.cuda.cudnn_sdp_enabled() is False",
     "torch._C._set_sdp_priority_order([2, 1, 0, 3, 4])": "the priority of SDPA's backends is [2, 1, 0, 3, 4]",
-    "torch.set_num_threads(1)": "torch.get_num_threads() is 1",
+    "torch.set_num_threads(3)": "torch.get_num_threads() is 3",
     "torch.overrides.BaseTorchFunctionMode().__enter__()": "the number of modes that see every call of torch is 1",
     "sys.setprofile(lambda *_: None)": "sys.getprofile() is <function",
     "threading.settrace(lambda *_: None)": "threading.gettrace() is <function",

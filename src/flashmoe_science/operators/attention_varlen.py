@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -37,7 +37,7 @@ class VarlenOperator(KernelOperator):
     """Attention of packed sequences, for the harness."""
 
     name = "attention_varlen"
-    fresh = ("q", "k", "v")
+    fresh: ClassVar[tuple[str, ...]] = ("q", "k", "v")
     keys = {
         "lengths": list, "lengths_k": list, "heads": int, "heads_kv": int, "head_dim": int, "head_dim_v": int,
         "dtype": str, "causal": bool, "softmax_scale": float,

@@ -82,6 +82,7 @@ class VarlenBackwardOperator(VarlenOperator):
     framework = tuple(BackwardOperator.framework)  # type: ignore[assignment] # the forward has four
     known_baselines = BASELINES
     instead = "varlen_backward_triton"
+    fresh = BackwardOperator.fresh
 
     def outputs(self, problem: VarlenBackwardProblem) -> Sequence[str]:  # noqa: ARG002 - the protocol's signature
         """Return the names of what a call gives, in this order."""

@@ -53,6 +53,7 @@ def write_answer(answer: Answer, path: Path) -> None:
             file.write(part.cpu().flatten().view(torch.uint8).numpy().tobytes())
 
 
+@torch.no_grad()
 def check_answers(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
     """Compare answers with what is right: the task of a process without the subject.
 
@@ -65,7 +66,6 @@ def check_answers(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
         ``wrong``: a reason for the name of each case with a wrong answer; ``left_out``: the names of those whose answer
         is too large; ``beside``: whether the operator's own module has imported the subject here after all.
     """
-    torch.set_grad_enabled(False)
     subject = Subject.from_json(payload["subject"])
     operator = operator_of(subject)
     beside = subject.entry_point.partition(":")[0] in sys.modules

@@ -191,7 +191,7 @@ class Guard:
 
 def _let_torch_choose() -> None:
     """Call SDPA on the GPU, if there is one: the first call sets the priority of its backends, whoever makes it."""
-    if torch.cuda.is_available():
+    if torch.version.cuda is not None and torch.cuda.is_available():
         x = torch.zeros(1, 1, 16, 64, dtype=torch.float16, device="cuda")
         F.scaled_dot_product_attention(x, x, x)
         torch.cuda.synchronize()
