@@ -198,6 +198,17 @@ def report(title: str, rates: dict[str, Any], found: dict[str, Any], out: Path |
         out.write_text(json.dumps(found, indent=1))
 
 
+def report(title: str, rates: dict[str, Any], found: dict[str, Any], out: Path | None) -> None:
+    """Print the rows of one case, and write all that is known, on rank 0."""
+    if dist.get_rank():
+        return
+    print(title)
+    for name, row in rates.items():
+        print(f"  {name:32}{row['forward']:8}{row['backward']:8}{row['both']:8}{row['share']:8.1%}", flush=True)
+    if out:
+        out.write_text(json.dumps(found, indent=1))
+
+
 def main() -> None:
     """Measure what is asked for, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -219,15 +230,11 @@ def main() -> None:
                 rates = measure_attention(int(case), ranks, packed=what == "packed")
             found[f"{what} {case}"] = rates
             torch.cuda.empty_cache()
-            if rank == 0:
-                print(f"{what} {case}")
-                for name, row in rates.items():
-                    print(
-                        f"  {name:32}{row['forward']:8}{row['backward']:8}{row['both']:8}{row['share']:8.1%}",
-                        flush=True,
-                    )
-                if asked.out:
-                    asked.out.write_text(json.dumps(found, indent=1))
+            report(f"{what} {case}", rates, found, asked.out)
+    for case in asked.tokens if "causal" in asked.what else ():
+        rates = measure_torchs(case, ranks, found[f"causal {case}"]["one GPU"])
+        found[f"context_parallel {case}"] = rates
+        report(f"context_parallel, cuDNN {case}", rates, found, asked.out)
     dist.destroy_process_group()
 
 
