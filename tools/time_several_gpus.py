@@ -198,17 +198,6 @@ def report(title: str, rates: dict[str, Any], found: dict[str, Any], out: Path |
         out.write_text(json.dumps(found, indent=1))
 
 
-def report(title: str, rates: dict[str, Any], found: dict[str, Any], out: Path | None) -> None:
-    """Print the rows of one case, and write all that is known, on rank 0."""
-    if dist.get_rank():
-        return
-    print(title)
-    for name, row in rates.items():
-        print(f"  {name:32}{row['forward']:8}{row['backward']:8}{row['both']:8}{row['share']:8.1%}", flush=True)
-    if out:
-        out.write_text(json.dumps(found, indent=1))
-
-
 def main() -> None:
     """Measure what is asked for, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
