@@ -206,7 +206,7 @@ def test_no_time_without_correctness(gpu, monkeypatch):
     assert statuses(record) == until("correct")
     assert [name for name, _ in gpu.calls] == ["capture_launches", "check_correct"]
     assert record.cases[0].rounds == []
-    assert gate_of(record, "correct").gpu_seconds == 3.0
+    assert gate_of(record, "correct").gpu_seconds == 2.0
 
 
 def test_interrupt_in_gate_bench_keeps_what_was_measured(gpu):

@@ -25,13 +25,11 @@ class CacheFlush:
         self._written = torch.full((2 * l2_bytes // 4,), 1, dtype=torch.int32, device="cuda")
         self._read = torch.full((2 * l2_bytes // 4,), 1, dtype=torch.int32, device="cuda")
         self._seen = torch.empty((), dtype=torch.int32, device="cuda")
-        self._can_persist = True
+        self._can_persist = True  # asked after the first allocation, which makes torch's context the current one
+        self._can_persist = self._ask("cuCtxSetLimit", _PERSISTING_L2_CACHE_SIZE, ctypes.c_size_t(0))
 
     def flush(self) -> None:
         """Write and read memory that nothing else uses, each twice the size of the cache. No line is left to write."""
-        torch.cuda.current_stream().synchronize()  # the call before may still mark lines
-        # Each time: a subject may set the limit. The driver has a context since the first allocation.
-        self._can_persist = self._ask("cuCtxSetLimit", _PERSISTING_L2_CACHE_SIZE, ctypes.c_size_t(0))
         self._can_persist = self._ask("cuCtxResetPersistingL2Cache")
         self._written.fill_(2)
         torch.amax(self._read, 0, out=self._seen)
