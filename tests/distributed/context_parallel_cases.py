@@ -189,6 +189,21 @@ def errors(rank: int, ranks: int) -> dict[str, Any]:
             UnsupportedError,
         ),
         "plan": message(lambda: heads.attention_packed(packed_q[:4], packed_q[:4], packed_q[:4], plan), InputError),
+        "plan of the other": message(
+            lambda: heads.attention_packed(packed_q, packed_q, packed_q, gather.plan([8 * ranks])), InputError
+        ),
+        "plan of the other, too": message(
+            lambda: gather.attention_packed(packed_q, packed_q, packed_q, heads.plan([8 * ranks])), InputError
+        ),
+        "dtypes": message(lambda: heads.attention(q.bfloat16(), k, v), InputError),
+        "gradient of alibi": message(
+            lambda: heads.attention(q, k, v, causal=True, alibi=torch.ones(4, requires_grad=True)), InputError
+        ),
+        "sinks of one rank": message(
+            lambda: gather.attention(q, k, v, sinks=[0.0] * 4 if rank else torch.zeros(4)),  # type: ignore[arg-type]
+            InputError,
+        ),
+        "twice": message(lambda: _differentiate_twice(gather, q), RuntimeError),
         "tokens": message(lambda: gather.shard(draw(0, 2 * ranks + 1), 0), InputError),
         "lengths": message(lambda: gather.plan([8 * ranks + 1]), InputError),
         "no length": message(lambda: gather.plan([]), InputError),
@@ -198,6 +213,12 @@ def errors(rank: int, ranks: int) -> dict[str, Any]:
         "explained": heads.explain(q, k, v),
         "after all": float(heads.attention(q, k, v).sum() * 0),
     }
+
+
+def _differentiate_twice(cp: ContextParallel, x: Tensor) -> None:
+    q = x.clone().requires_grad_()
+    (first,) = torch.autograd.grad(cp.attention(q, q, q, causal=True).square().sum(), q, create_graph=True)
+    first.sum().backward()
 
 
 def with_errors(rank: int, ranks: int) -> dict[str, Any]:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from flashmoe_science.attention import dtensor
 
 from .ranks import run_ranks
 
@@ -17,3 +22,15 @@ def test_dtensors_give_what_whole_tensors_give_or_are_refused(tmp_path: Path) ->
             "cache": "q is a DTensor, and nothing says how a call is split over its mesh",
             "pages": "q is a DTensor, and nothing says how a call is split over its mesh",
         }
+
+
+@pytest.mark.parametrize(
+    ("sizes", "heads_kv", "by_heads"),
+    [((2,), 6, True), ((4,), 6, False), ((2, 3), 6, True), ((2, 2), 6, False), ((2, 2), 2, True), ((2, 2), 8, True)],
+)
+def test_each_rank_has_whole_groups_over_any_dimensions_of_a_mesh(
+    sizes: tuple[int, ...], heads_kv: int, by_heads: bool
+) -> None:
+    mesh = SimpleNamespace(ndim=len(sizes), size=lambda dim: sizes[dim])
+    given = {"q": SimpleNamespace(mesh=mesh), "k": SimpleNamespace(shape=(1, heads_kv, 8, 8))}
+    assert ("heads" in dtensor._axes(given)) is by_heads

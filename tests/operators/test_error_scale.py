@@ -15,7 +15,7 @@ from flashmoe_science.attention import reference
 from flashmoe_science.operators import MODULES
 from flashmoe_science.operators.attention_scale import forward_scale
 from flashmoe_science.operators.error_scale import WIDE, Estimate, Format, independent_terms
-from flashmoe_science.proof.measure.correctness import Allowed, find_shares
+from flashmoe_science.proof.measure.allowed_error import Allowed, find_shares
 from flashmoe_science.proof.subject.loading import load_operator
 from flashmoe_science.proof.subject.operator import ErrorScaling
 from flashmoe_science.proof.subject.outputs import parts

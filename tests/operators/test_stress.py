@@ -9,7 +9,7 @@ import torch
 
 from flashmoe_science.operators import MODULES
 from flashmoe_science.operators.stress import halved, laid_out, stress_attention
-from flashmoe_science.proof.measure.correctness import Allowed, find_shares
+from flashmoe_science.proof.measure.allowed_error import Allowed, find_shares
 from flashmoe_science.proof.subject.loading import load_operator
 from flashmoe_science.proof.subject.operator import Stressing
 from flashmoe_science.proof.subject.outputs import parts

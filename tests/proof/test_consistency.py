@@ -272,6 +272,18 @@ def test_a_process_of_few_rounds_that_was_copied_is_found():
     assert failed_checks(as_record(document)) == {"copied processes"}
 
 
+def test_samples_on_the_steps_of_a_clock_are_no_copy(document):
+    for _, arms in columns(document):
+        arms["sdpa"][:20] = [1.76e-6, *[1.728e-6] * 8, 1.76e-6, *[1.728e-6] * 5, 1.76e-6, 1.76e-6, *[1.728e-6] * 3]
+    assert "copied processes" not in failed_checks(as_record(document))
+
+
+def test_a_clock_that_was_locked_low_is_no_contradiction(document):
+    for rounds, _ in columns(document):
+        rounds["sm_clock_mhz"] = [900] * len(rounds["process"])
+    assert "clocks" not in failed_checks(as_record(document))
+
+
 def test_clocks_that_were_not_read_are_said(document):
     for rounds, _ in columns(document):
         rounds["sm_clock_mhz"] = [None] * len(rounds["process"])

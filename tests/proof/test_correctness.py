@@ -9,21 +9,23 @@ import pytest
 import torch
 
 from flashmoe_science.errors import ProofError
-from flashmoe_science.proof.measure import correctness as check_module
-from flashmoe_science.proof.measure.correctness import (
-    NAN_BYTE,
+from flashmoe_science.proof.measure import allowed_error, correctness as check_module
+from flashmoe_science.proof.measure.allowed_error import (
     Allowed,
-    PoisonFreshMemory,
-    WrongResultError,
-    check_case,
     find_expected,
     find_shares,
     judge,
     late_tolerance,
     max_error,
+    rms_error,
+)
+from flashmoe_science.proof.measure.correctness import (
+    NAN_BYTE,
+    PoisonFreshMemory,
+    WrongResultError,
+    check_case,
     poison_free_memory,
     poisoned_blocks,
-    rms_error,
 )
 from flashmoe_science.proof.records.evidence import OutputAccuracy
 from flashmoe_science.proof.subject.loading import load_operator
@@ -264,7 +266,7 @@ def test_what_is_allowed_is_compared_by_rows_and_by_parts(monkeypatch):
     answer = torch.tensor([[0.0, 1.0, 0.0, 0.0], [0.0] * 4, [2.0, 0.0, 0.0, 0.0]])
     allowed = Allowed(torch.tensor([[2.0], [0.0], [8.0]]), torch.tensor([[0.5], [0.0], [0.5]]))
     for at_once in (1, 8, 100):
-        monkeypatch.setattr(check_module, "_ELEMENTS_AT_ONCE", at_once)
+        monkeypatch.setattr(allowed_error, "_ELEMENTS_AT_ONCE", at_once)
         assert find_shares(answer, right, allowed).tolist() == [0.5, 2.0]
         assert find_shares(answer, right, Allowed(torch.tensor(4.0))).tolist() == [0.5, 0.0]
     assert torch.isnan(find_shares(answer * math.nan, right, allowed)).all()

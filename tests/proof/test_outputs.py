@@ -11,13 +11,8 @@ import torch
 
 from flashmoe_science.errors import ProofError
 from flashmoe_science.proof.measure import arms, correctness as check_module
-from flashmoe_science.proof.measure.correctness import (
-    Allowed,
-    WrongResultError,
-    check_case,
-    find_expected,
-    max_error,
-)
+from flashmoe_science.proof.measure.allowed_error import Allowed, find_expected, max_error
+from flashmoe_science.proof.measure.correctness import WrongResultError, check_case
 from flashmoe_science.proof.measure.gpu_tasks import capture_case
 from flashmoe_science.proof.measure.rounds import Case
 from flashmoe_science.proof.records.evidence import Accuracy

@@ -74,6 +74,7 @@ def test_a_right_answer_passes_and_another_does_not(tmp_path):
     assert asked(tmp_path, table_of(tmp_path, answer)) == {"wrong": {}, "left_out": [], "beside": False}
     assert "error" in asked(tmp_path, table_of(tmp_path, torch.zeros_like(answer)))["wrong"]["case"]
     assert "bytes, expected" in asked(tmp_path, table_of(tmp_path, answer[..., :8]))["wrong"]["case"]
+    assert "has 0 bytes, expected" in asked(tmp_path, table_of(tmp_path, answer[:0]))["wrong"]["case"]
     missing = {**table_of(tmp_path, answer), "file": str(tmp_path / "nothing")}
     assert asked(tmp_path, missing)["wrong"] == {"case": "no answer was handed over"}
 

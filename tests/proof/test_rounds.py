@@ -11,7 +11,7 @@ import torch
 
 from flashmoe_science.errors import ProofError
 from flashmoe_science.proof.measure import arms
-from flashmoe_science.proof.measure.correctness import Allowed
+from flashmoe_science.proof.measure.allowed_error import Allowed
 from flashmoe_science.proof.subject.operator import Operator
 from flashmoe_science.proof.subject.subject import Subject
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from flashmoe_science.proof.measure import correctness, rounds
+from flashmoe_science.proof.measure import allowed_error, rounds
 from flashmoe_science.proof.measure.fresh_values import FreshValues
 
 from .bench import Bench
@@ -49,7 +49,7 @@ def test_answers_to_other_sets_than_the_first_are_compared_with_the_exact_ones_t
 
 def test_the_sets_that_are_compared_with_the_exact_answer_are_drawn(monkeypatch):
     drawn = []
-    find_expected = correctness.find_expected
+    find_expected = allowed_error.find_expected
 
     def watched(operator, problem, inputs):
         drawn.append(inputs["x"][0].item())

@@ -12,7 +12,7 @@ import types
 import pytest
 import torch
 
-from flashmoe_science.proof.measure import correctness
+from flashmoe_science.proof.measure import allowed_error, correctness
 from flashmoe_science.proof.measure.shared_state import Guard, SharedState
 from flashmoe_science.proof.worker import run_task
 
@@ -28,18 +28,23 @@ def test_nothing_differs_where_nothing_was_done():
 
 
 @pytest.mark.parametrize(
-    ("name", "other"), [("max_error", lambda *_: 0.0), ("NAN_BYTE", 0x00), ("Expected", types.SimpleNamespace)]
+    ("module", "name", "other"),
+    [
+        (allowed_error, "max_error", lambda *_: 0.0),
+        (correctness, "NAN_BYTE", 0x00),
+        (allowed_error, "Expected", types.SimpleNamespace),
+    ],
 )
-def test_a_part_of_the_harness_that_was_replaced_is_named(monkeypatch, name, other):
+def test_a_part_of_the_harness_that_was_replaced_is_named(monkeypatch, module, name, other):
     changes = Guard().changes
-    monkeypatch.setattr(correctness, name, other)
-    assert f"{correctness.__name__}.{name} is another" in changes()
+    monkeypatch.setattr(module, name, other)
+    assert f"{module.__name__}.{name} is another" in changes()
 
 
 def test_another_body_of_the_same_function_is_named(monkeypatch):
     changes = Guard().changes
-    monkeypatch.setattr(correctness.max_error, "__code__", (lambda answer, exact: 0.0).__code__)
-    assert f"{correctness.__name__}.max_error is another function" in changes()
+    monkeypatch.setattr(allowed_error.max_error, "__code__", (lambda answer, exact: 0.0).__code__)
+    assert f"{allowed_error.__name__}.max_error is another function" in changes()
 
 
 def test_another_kernel_behind_an_operator_of_torch_is_named():

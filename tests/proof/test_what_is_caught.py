@@ -338,7 +338,8 @@ class Drifting(Gpu):
     [
         pytest.param(lambda now: 1 + 20 * now, id="drift"),
         pytest.param(lambda now: 1.3 if now > 0.02 else 1.0, id="throttled half-way"),
-        pytest.param(lambda now: 1.2 if int(now / 2.3e-3) % 2 else 1.0, id="up and down"),
+        pytest.param(lambda now: 1.2 if int(now / 1.7e-3) % 2 else 1.0, id="up and down"),
+        pytest.param(lambda now: 1.2 if int(now / 2.3e-3) % 2 else 1.0, id="up and down more slowly"),
     ],
 )
 def test_clocks_that_change_between_arms_favour_nobody(slower):

@@ -36,7 +36,7 @@ _FEWEST_COMPARED = 6  # samples: fewer can be equal by chance where a clock is c
 _MOST_EQUAL = 0.5  # of a control's samples; 0.27 was the most of 12,000 real columns
 _CONSTANT = 1e-9  # range of a log-ratio that does not vary: real ones have 1e-3 and more
 _DIGITS = 9  # by which scaled columns are compared
-# Of the highest clock, as the median of a case. Power limits gave 0.72, and who locks a clock stays above a third.
+# A share of the highest clock. Under power limits the median of a case was 0.72, and locked clocks may be half of that.
 _FEWEST_CLOCK = 0.25
 _MOST_POWER = 1.5  # of the limit: 1.02 is the most of real runs
 _MOST_THREADS, _MOST_REGISTERS = 1024, 255  # of a block, and of a thread, on every architecture

@@ -21,7 +21,8 @@ from ..subject.operator import Baseline, Inputs, Operator
 from ..subject.outputs import Answer, Call, copied, names_of, not_formed, parts, sizes_of
 from ..subject.subject import Subject
 from ..worker import describe_error
-from .correctness import Allowed, ExpectedOutputs, accuracy_of, find_shares, judge, late_tolerance, not_plain
+from .allowed_error import Allowed, ExpectedOutputs, find_shares, judge, late_tolerance
+from .correctness import accuracy_of, not_plain
 from .fresh_values import FreshValues
 from .shared_state import AT_IMPORT, Guard, SharedState
 

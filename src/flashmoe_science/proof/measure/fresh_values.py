@@ -17,7 +17,7 @@ import torch
 
 from ..subject.operator import Inputs, Operator
 from . import schedule
-from .correctness import ExpectedOutputs, find_expected
+from .allowed_error import ExpectedOutputs, find_expected
 
 _STRIDE = 7919  # between the seeds of two sets: an operator may use the next few numbers too
 _PART = 64  # of a tensor, one in so many elements is new where the others stay

@@ -17,8 +17,8 @@ from ..subject.outputs import Answer, Call, copied, parts, sizes_of
 from ..subject.subject import Subject
 from ..worker import Emit, ask
 from . import arms as arms_module, launches
+from .allowed_error import ExpectedOutputs, find_expected, judge, late_tolerance
 from .arms import Loaded
-from .correctness import ExpectedOutputs, find_expected, judge, late_tolerance
 from .host_files import files_called
 from .launches import CallTrace, Recording
 from .measure import CudaTimer, Graph, Timer

@@ -18,7 +18,7 @@ from ..subject.loading import operator_of
 from ..subject.outputs import Answer, copied, parts
 from ..subject.subject import Subject
 from ..worker import Emit
-from .correctness import ExpectedOutputs, find_expected, judge
+from .allowed_error import ExpectedOutputs, find_expected, judge
 from .fresh_values import Made
 
 LARGEST_BYTES = 1 << 28  # of an answer that is written: a larger one is left out

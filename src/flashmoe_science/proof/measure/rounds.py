@@ -15,8 +15,9 @@ from ..records import evidence
 from ..records.evidence import Rounds, Settings, TimeKind
 from ..subject.operator import Inputs, Operator
 from . import arms as arms_module, schedule
+from .allowed_error import ExpectedOutputs, find_expected
 from .arms import Arm, Loaded
-from .correctness import ExpectedOutputs, find_expected, require_random
+from .correctness import require_random
 from .fresh_values import FreshValues
 from .measure import ClockSampler, KernelSampler, Timer, Writer, WrongAnswerError
 from .nvml import Reading
