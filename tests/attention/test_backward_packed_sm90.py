@@ -109,3 +109,23 @@ def test_packed_sequences_take_whole_groups(change, found):
     config = plan_of(packed=True, **change).config
     assert isinstance(config, HopperBackwardConfig)
     assert (config.heads_together, config.heads_per_group) == found
+
+
+@pytest.mark.parametrize(
+    ("change", "kernel"),
+    [
+        ({"seqlen_q": 32}, "backward_triton"),
+        ({"seqlen_q": 33}, "backward_gluon_sm90"),
+        ({"seqlen_q": 64, "head_dim": 64, "head_dim_v": 64}, "backward_triton"),
+        ({"seqlen_q": 65, "head_dim": 64, "head_dim_v": 64}, "backward_gluon_sm90"),
+        ({"seqlen_q": 32, "kernel": "backward_gluon_sm90"}, "backward_gluon_sm90"),
+        ({"seqlen_q": 32, "packed": False}, "backward_gluon_sm90"),
+    ],
+    ids=str,
+)
+def test_short_packed_sequences_are_left_to_the_portable_kernel(change, kernel):
+    """Their tiles would take more memory than all that the call is given."""
+    plan = plan_of(**{"packed": True, "seqlen_k": 512, **change})
+    assert plan.kernel == kernel
+    if kernel == "backward_triton":
+        assert "fill half of its tiles" in plan.reason

@@ -19,6 +19,7 @@ from .plan_sm90 import (
     hopper_backward_launches,
     hopper_backward_refusal,
     is_wide,
+    too_short_for_tiles,
 )
 from .problem import BackwardProblem
 
@@ -251,6 +252,8 @@ def plan_backward(problem: BackwardProblem, gpu: GpuSpec | None, kernel: str = "
         name = "backward_triton" if kernel == "auto" else kernel
         return BackwardPlan(problem, gpu.name, gpu.arch, name, None, (), why)
     refusal = None if kernel == "backward_triton" else hopper_backward_refusal(problem, gpu)
+    if kernel == "auto" and refusal is None:
+        refusal = too_short_for_tiles(problem, gpu)
     if kernel == "backward_gluon_sm90" and refusal:
         raise UnsupportedError(f"{kernel} does not serve {problem.describe()}: {refusal}", hint="auto serves it")
     why = "it was asked for"

@@ -206,6 +206,18 @@ def hopper_backward_refusal(problem: BackwardProblem, gpu: GpuSpec) -> str | Non
     return next((why for is_so, why in reasons if is_so), None) or _layout_refusal(problem)
 
 
+def too_short_for_tiles(problem: BackwardProblem, gpu: GpuSpec) -> str | None:
+    """Return why short packed sequences are left to the portable kernel, or None.
+
+    Each sequence has query tiles of its own, with a sum in fp32 for each row. For 8,192 sequences of 16 tokens, 32
+    heads and D = 128, they take 10.7 GB, and q takes 1.1 GB.
+    """
+    rows = hopper_backward_config(problem, gpu).block_m
+    if problem.forward.packed and 2 * problem.forward.seqlen_q <= rows:
+        return f"sequences of {problem.forward.seqlen_q} queries or fewer fill half of its tiles of {rows} or less"
+    return None
+
+
 def _layout_refusal(problem: BackwardProblem) -> str | None:
     """Return why TMA, or a load of 16 bytes, cannot step through an input, or None."""
     p = problem.forward
