@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flashmoe_science.errors import ProofError
-from flashmoe_science.proof.measure import arms, correctness as check_module
+from flashmoe_science.proof.measure import allowed_error, arms
 from flashmoe_science.proof.measure.allowed_error import Allowed, find_expected, max_error
 from flashmoe_science.proof.measure.correctness import WrongResultError, check_case
 from flashmoe_science.proof.measure.gpu_tasks import capture_case
@@ -264,7 +264,7 @@ def test_launches_of_two_outputs_are_captured(bench):
 
 def test_the_largest_error_is_that_of_any_part(monkeypatch):
     """A tensor is compared part by part: what is wrong in the last one counts, and so does NaN in the first."""
-    monkeypatch.setattr(check_module, "_ELEMENTS_AT_ONCE", 7)
+    monkeypatch.setattr(allowed_error, "_ELEMENTS_AT_ONCE", 7)
     answer = torch.randn(5, 9)
     exact = answer.double()
     assert max_error(answer, exact) == 0.0
