@@ -30,11 +30,13 @@ from flashmoe_science import (
     flash_attention_varlen_backward,
     flash_attention_with_kv_cache,
     fused_moe,
+    merge_attention_states,
     route,
 )
 from flashmoe_science.attention import reference
 from flashmoe_science.attention.decode import reference as cache_reference
 from flashmoe_science.attention.decode.contract import cache_problem_of
+from flashmoe_science.attention.decode.merge import merge_reference
 from flashmoe_science.integrations.flash_attn import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -128,6 +130,10 @@ def of_cache_pages() -> Arguments:
     }  # fmt: skip
 
 
+def of_parts() -> Arguments:
+    return {"outs": half(3, 2, 4, 5, 8), "lses": torch.randn(3, 2, 4, 5)}
+
+
 def of_experts() -> Arguments:
     return {
         "x": half(5, 8), "w_gate_up": half(3, 12, 8), "w_down": half(3, 8, 6), "topk_weights": torch.rand(5, 2),
@@ -213,6 +219,11 @@ def attended_cache(given: Arguments) -> Any:
     problem = cache_problem_of(tensors, **options)
     o, lse = cache_reference.attention_with_kv_cache(problem, tensors, dtype=torch.float64)
     return (o, lse) if given.get("return_lse") else o
+
+
+def merged(given: Arguments) -> Any:
+    o, lse = merge_reference(*(given[name].double().unbind() for name in ("outs", "lses")), dtype=torch.float64)
+    return o, lse
 
 
 def gradients(given: Arguments) -> Any:
@@ -309,6 +320,7 @@ ENTRIES: dict[str, tuple[Callable[..., Any], Callable[[], Arguments], Callable[[
     "flash_attention_varlen paged": (flash_attention_varlen, of_pages, attended_packed),
     "flash_attention_with_kv_cache": (flash_attention_with_kv_cache, of_cache, attended_cache),
     "flash_attention_with_kv_cache paged": (flash_attention_with_kv_cache, of_cache_pages, attended_cache),
+    "merge_attention_states": (merge_attention_states, of_parts, merged),
     "fused_moe": (fused_moe, of_experts, of_fused_moe),
     "fused_moe_backward": (fused_moe_backward, of_expert_gradients, expert_gradients),
     "route": (route, of_route, routed),

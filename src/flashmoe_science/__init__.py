@@ -17,6 +17,7 @@ _ORIGIN = {
     "flash_attention_varlen": "attention.varlen",
     "flash_attention_with_kv_cache": "attention.decode.api",
     "explain_with_kv_cache": "attention.decode.api",
+    "merge_attention_states": "attention.decode.merge",
     "explain": "attention.api",
     "explain_gradients": "attention.backward.api",
     "flash_attention_backward": "attention.backward.api",
@@ -50,6 +51,7 @@ __all__ = [
     "flash_attention_varlen_backward",
     "flash_attention_with_kv_cache",
     "fused_moe",
+    "merge_attention_states",
     "route",
 ]
 
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
     from .attention.backward.api import explain_gradients, flash_attention_backward
     from .attention.backward.varlen_api import flash_attention_varlen_backward
     from .attention.decode.api import explain_with_kv_cache, flash_attention_with_kv_cache
+    from .attention.decode.merge import merge_attention_states
     from .attention.varlen import explain_varlen, flash_attention_varlen
     from .errors import CompileError, FlashmoeError, InputError, UnsupportedError
     from .integrations.moe_layer import MoeLayer
