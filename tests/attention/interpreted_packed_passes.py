@@ -17,7 +17,7 @@ from flashmoe_science.attention.forward.prepare import interpret
 from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.gpu.specs import SPECS
 
-from .interpreted_passes import as_held
+from .interpreted_passes import as_held, gradient_of_sinks
 
 HEADS, HEADS_KV = 3, 1
 
@@ -42,9 +42,9 @@ class Packed:
         self.tokens = q, k
         p = AttentionProblem(
             batch, HEADS, HEADS_KV, longest, longest, head_dim, head_dim, "fp16", softmax_scale=0.5, window=window,
-            packed=True, seqused="qk" if used else "",
+            packed=True, seqused="qk" if used else "", sinks="fp32",
         )  # fmt: skip
-        plan = plan_backward(BackwardProblem(p, has_dlse=True), SPECS["H200"], "backward_gluon_sm90")
+        plan = plan_backward(BackwardProblem(p, has_dlse=True, wants_sinks=True), SPECS["H200"], "backward_gluon_sm90")
         assert isinstance(plan.config, HopperBackwardConfig)
         self.config, self.sizes = plan.config, scratch_sizes(plan.problem, plan.config, self.tokens)
         self.kernels = {kernel.source.name: kernel for kernel in prepare_hopper_backward(plan, self.tokens)}
@@ -107,7 +107,7 @@ def query_tiles(case: Packed) -> list[tuple[int, slice]]:
 
 
 def check_statistics(case: Packed) -> torch.Tensor:
-    """Check LSE and delta of every row; return the semaphores."""
+    """Check LSE and delta of every row, and the gradient of sinks; return the semaphores."""
     tokens, m = case.tokens[0], case.config.block_m
     o, do = (case.randn(tokens, HEADS, case.head_dim) for _ in range(2))
     lse, dlse = (case.randn(tokens, HEADS, dtype=torch.float32) for _ in range(2))
@@ -125,6 +125,11 @@ def check_statistics(case: Packed) -> torch.Tensor:
         torch.testing.assert_close(found[number, :, 1, :count], delta[rows].T, rtol=1e-4, atol=1e-4)
         assert (found[number, :, 0, count:] == math.inf).all()
         assert not found[number, :, 1, count:].any()
+    sinks, dsinks = case.randn(HEADS, dtype=torch.float32), torch.full((HEADS,), math.nan)
+    case.run("_sinks_gradient_kernel", stats, sinks, dsinks, sides="")
+    terms, used = gradient_of_sinks(sinks, lse, delta), [rows for _, rows in query_tiles(case)]
+    expected = sum((terms[rows].sum(0) for rows in used), torch.zeros(HEADS))
+    torch.testing.assert_close(dsinks, expected, rtol=1e-4, atol=1e-4)
     return semaphores
 
 

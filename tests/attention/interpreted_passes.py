@@ -24,19 +24,25 @@ def as_held(part: torch.Tensor) -> torch.Tensor:
     return x.permute(3, 0, 2, 4, 1, 5).reshape(4096)
 
 
+def gradient_of_sinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """Return what each row adds to the gradient of its head's sink."""
+    return torch.where(lse == -math.inf, 0.0, -torch.exp(sinks - lse) * delta)
+
+
 def check(head_dim: int, head_dim_v: int, seqlen: int, *, turned: bool) -> None:
     """Run both passes on random numbers and compare with what they mean."""
     batch, heads = 2, 3
     generator = torch.Generator().manual_seed(head_dim)
     q_strides: Any = (heads * seqlen * head_dim, head_dim, heads * head_dim, 1) if turned else ()
     p = AttentionProblem(
-        batch, heads, 1, seqlen, 60, head_dim, head_dim_v, "fp16", causal=True, softmax_scale=0.5, q_strides=q_strides
-    )
-    problem = BackwardProblem(p, has_dlse=True)
+        batch, heads, 1, seqlen, 60, head_dim, head_dim_v, "fp16", causal=True, softmax_scale=0.5, q_strides=q_strides,
+        sinks="fp32",
+    )  # fmt: skip
+    problem = BackwardProblem(p, has_dlse=True, wants_sinks=True)
     plan = plan_backward(problem, SPECS["H200"], "backward_gluon_sm90")
     config = plan.config
     assert isinstance(config, HopperBackwardConfig)
-    before, _, after = prepare_backward_kernels(plan)
+    before, _, after, sinks_gradient = prepare_backward_kernels(plan)
 
     def made(name: str, columns: int) -> torch.Tensor:
         strides = problem.o_strides if name == "o" else output_strides(batch, heads, seqlen, columns, p.q_strides)
@@ -60,6 +66,11 @@ def check(head_dim: int, head_dim_v: int, seqlen: int, *, turned: bool) -> None:
     torch.testing.assert_close(found[:, :, 0, :seqlen], torch.where(seen, lse * math.log2(math.e), math.inf))
     assert torch.equal(found[:, :, 0, seqlen:], torch.full_like(found[:, :, 0, seqlen:], math.inf))
     assert not found[:, :, 1, seqlen:].any()
+
+    sinks, dsinks = torch.randn(heads, generator=generator), torch.full((heads,), math.nan)
+    interpret(sinks_gradient, (stats, sinks, dsinks))
+    expected = gradient_of_sinks(sinks[:, None], lse, delta).sum((0, 2))
+    torch.testing.assert_close(dsinks, expected, rtol=1e-4, atol=1e-4)
 
     columns = sizes["acc"] // (batch * heads * tiles_m * m)
     exact = torch.randn(batch, heads, tiles_m * m, columns, generator=generator)

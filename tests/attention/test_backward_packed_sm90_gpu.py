@@ -102,6 +102,18 @@ def test_lengths_in_use(dims):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("sinks", ["bf16", "fp32"])
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("name", ["unlike", "empty", "long-tail"])
+def test_sinks(name, dims, sinks):
+    """Part of the LSE that the kernels read; their gradient has a kernel of its own."""
+    case = VarlenCase(
+        LENGTHS[name][0], LENGTHS[name][1], 6, 2, dims[0], dims[1], "bf16", causal=True, why="sinks", tail=9,
+        window=(70, -1), sinks=sinks,
+    )  # fmt: skip
+    check(case, through_lse=True)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
 def test_what_neighbours_hold_does_not_matter(dims, causal):

@@ -61,6 +61,9 @@ SERVED: dict[str, dict[str, Any]] = {
     "window": {"window": (9, -1)},
     "window-on-both-sides": {"causal": False, "window": (100, 7)},
     "dlse": {"asked": {"has_dlse": True}},
+    "only-q": {"asked": {"wants_kv": False}},
+    "only-kv": {"asked": {"wants_q": False}},
+    "constant-sinks": {"sinks": "bf16", "window": (128, -1)},
     "sequence-major": {"q_strides": (8 * 1000 * 128, 128, 8 * 128, 1)},
     "huge-strides": {"k_strides": (2**38, 2**34, 2**20, 1)},
 }
@@ -69,12 +72,14 @@ NOT_SERVED: dict[str, tuple[dict[str, Any], str]] = {
     "d60": ({"head_dim": 60}, "it serves head dimensions that are multiples of 8"),
     "softcap": ({"softcap": 9.0, "window": (9, -1)}, "it does not serve a softcap"),
     "keys-that-none-sees": ({"seqlen_k": 1228, "window": (100, -1)}, "hides the first 128 keys from all queries"),
-    "two": ({"sinks": "bf16", "bias": "bf16"}, "it does not serve attention sinks and a bias"),
+    "two": ({"alibi": "fp32", "sinks": "bf16", "bias": "bf16"}, "it does not serve ALiBi and a bias"),
     "packed-softcap": ({"packed": True, "softcap": 9.0}, "it does not serve a softcap"),
     "packed-expanded": ({"packed": True, "k_strides": (0, 0, 128, 1)}, "k is expanded"),
     "negative-scale": ({"softmax_scale": -1.0}, "it needs a positive softmax_scale"),
-    "only-q": ({"asked": {"wants_kv": False}}, "not all of them are asked for"),
-    "only-kv": ({"asked": {"wants_q": False}}, "not all of them are asked for"),
+    "only-sinks": (
+        {"sinks": "fp32", "asked": {"wants_q": False, "wants_kv": False, "wants_sinks": True}},
+        "none of them is asked for",
+    ),
     "alignment": ({"pointer_alignment": 8}, "TMA reads tensors that start at multiples of 16 bytes"),
     "expanded": ({"k_strides": (1100 * 128, 0, 128, 1)}, "k is expanded"),
     "columns": ({"v_strides": (4 * 1100 * 128, 1100 * 128, 1, 1100)}, "rows of v are not contiguous"),
@@ -99,6 +104,15 @@ def test_it_is_chosen_where_it_serves(name):
         assert kernel.grid == launch.grid
         assert kernel.source.name == launch.pattern
     assert plan_of(**SERVED[name], kernel="backward_triton").kernel == "backward_triton"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_gradient_of_sinks_has_a_launch(packed):
+    plan = plan_of(sinks="bf16", packed=packed, asked={"wants_sinks": True})
+    assert plan.launches[-1].pattern == "_sinks_gradient_kernel"
+    assert plan.launches[-1].grid == (8, 1, 1)  # one program a head
+    kernels = prepare_backward_kernels(plan)
+    assert [kernel.source.name for kernel in kernels] == [launch.pattern for launch in plan.launches]
 
 
 @pytest.mark.parametrize("name", NOT_SERVED)

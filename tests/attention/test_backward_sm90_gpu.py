@@ -94,6 +94,31 @@ def test_gradients_of_windows(pair, dims, window):
     check_gradients(case, kernel="auto" if hidden else "backward_gluon_sm90", through_lse=True)
 
 
+@pytest.mark.parametrize("sinks", ["bf16", "fp32"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (104, 40), (256, 256), (192, 128)], ids=str)
+@pytest.mark.parametrize("pair", [(1, 1), (1, 700), (300, 700), (1024, 1024), (4096, 4096)], ids=str)
+def test_gradients_of_sinks(pair, dims, sinks):
+    """Part of the LSE that the kernel reads; their own gradient has a kernel."""
+    case = FeatureCase(1, 6, 2, pair[0], pair[1], dims[0], dims[1], "bf16", True, "sinks", sinks=sinks)
+    check_gradients(case, kernel="backward_gluon_sm90", through_lse=True)
+
+
+@pytest.mark.parametrize("asked", ["q", "k", "v", "kv"])
+def test_some_of_the_gradients(asked):
+    """The kernel makes all three; those that were not asked for are dropped, and the others have the same bits."""
+    case = Case(2, 4, 2, 300, 500, 128, 128, "bf16", True, "some")
+    inputs = dict(zip("qkv", make_inputs(case, "cuda"), strict=True))
+    o, lse = flash_attention(inputs["q"], inputs["k"], inputs["v"], causal=True, return_lse=True)
+    given = {**inputs, "o": o, "lse": lse, "do": torch.randn_like(o)}
+    options = Options(causal=True, softmax_scale=None, kernel="backward_gluon_sm90")
+    whole = attention_gradients(options, given, ["q", "k", "v"])
+    wanted = ["k", "v"] if asked in "kv" else [asked]  # k and v come together
+    found = attention_gradients(options, given, wanted)
+    assert list(found) == wanted
+    for name in wanted:
+        assert torch.equal(found[name], whole[name])
+
+
 def test_low_scores():
     """Keys behind the last, whose score would be 0, weigh nothing."""
     check_gradients(Case(1, 2, 2, 200, 300, 64, 64, "bf16", False, "low"), kernel="backward_gluon_sm90", low=True)

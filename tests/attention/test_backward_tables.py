@@ -211,7 +211,7 @@ def test_plans():
     assert whole.as_dict()["kernel"] == "backward_triton"
     wide = [launch.pattern for launch in make_plan(90, 256, "bf16", "causal").launches]
     assert wide == ["_delta_kernel", "_backward_kv_kernel", "_backward_kv_kernel", "_backward_q_kernel"]
-    only_q = plan_backward(BackwardProblem(whole.problem.forward, wants_kv=False), SPECS["H200"])
+    only_q = plan_backward(BackwardProblem(whole.problem.forward, wants_kv=False), SPECS["H200"], "backward_triton")
     assert [launch.pattern for launch in only_q.launches] == ["_delta_kernel", "_backward_q_kernel"]
     assert make_plan(90, 64, "bf16", "causal", seqlen_k=0).launches == ()
     assert plan_backward(whole.problem, None).kernel == "reference"

@@ -121,19 +121,25 @@ def _hopper_call(plan: BackwardPlan, device: torch.device) -> Call:
 
     assert isinstance(plan.config, HopperBackwardConfig)
     sizes, wanted = scratch_sizes(plan.problem, plan.config), plan.problem.wanted
+    allocated = _made_by_hopper(plan.problem)
     launches = _cuda_launches(prepare_backward_kernels(plan), plan.arch, device)
 
     def call(tensors: Tensors) -> dict[str, Tensor]:
         rows = {name: tensors[name].contiguous() for name in ("lse", "dlse") if name in tensors}
         rows.setdefault("dlse", rows["lse"])  # not read
-        found = {name: allocate_gradient(tensors[name]) for name in wanted}
+        made = {name: _allocate(name, tensors[name]) for name in allocated}
         scratch = _scratch(sizes, tensors["q"].device)
-        made = {f"d{name}": gradient for name, gradient in found.items()}
+        written = {f"d{name}": gradient for name, gradient in made.items()}
         for launch in launches:
-            launch({**tensors, **rows, **scratch, **made})
-        return found
+            launch({**tensors, **rows, **scratch, **written})
+        return {name: made[name] for name in wanted}
 
     return call
+
+
+def _made_by_hopper(problem: BackwardProblem) -> tuple[str, ...]:
+    """Return the gradients that the kernels write: q, k and v together, also where only some of them are wanted."""
+    return "q", "k", "v", *(["sinks"] if problem.wants_sinks else [])
 
 
 def _scratch(sizes: Mapping[str, int], device: torch.device) -> dict[str, Tensor]:
@@ -152,6 +158,7 @@ def _packed_hopper_call(plan: BackwardPlan, device: torch.device) -> Call:
 
     problem, config = plan.problem, plan.config
     assert isinstance(config, HopperBackwardConfig)
+    allocated = _made_by_hopper(problem)
 
     @functools.lru_cache(maxsize=_MAX_TOKENS)
     def prepared(tokens: tuple[int, int]) -> tuple[list[Callable[[Tensors], None]], dict[str, int]]:
@@ -160,10 +167,11 @@ def _packed_hopper_call(plan: BackwardPlan, device: torch.device) -> Call:
         return launches, scratch_sizes(problem, config, tokens)
 
     def call(tensors: Tensors) -> dict[str, Tensor]:
-        found = {name: allocate_gradient(tensors[name]) for name in problem.wanted}
+        made = {name: _allocate(name, tensors[name]) for name in allocated}
+        found = {name: made[name] for name in problem.wanted}
         tokens = tensors["q"].shape[0], tensors["k"].shape[0]
         if problem.forward.seqused or not all(tokens):  # else the kernels write all of them
-            for gradient in found.values():
+            for gradient in made.values():
                 gradient.zero_()
         if not all(tokens):
             return found
@@ -173,9 +181,9 @@ def _packed_hopper_call(plan: BackwardPlan, device: torch.device) -> Call:
         rows.setdefault("dlse", rows["lse"])  # not read
         launches, sizes = prepared(tokens)
         scratch = _scratch(sizes, device)
-        made = {f"d{name}": gradient for name, gradient in found.items()}
+        written = {f"d{name}": gradient for name, gradient in made.items()}
         for launch in launches:
-            launch({**tensors, **rows, **scratch, **made})
+            launch({**tensors, **rows, **scratch, **written})
         return found
 
     return call

@@ -17,6 +17,7 @@ from .problem import BackwardProblem
 HOPPER_KEYS = 64  # of one warpgroup
 ORDERED, ORDER_WARPS = 64, 4  # sequences of a program that orders them
 CLEARED, CLEAR_WARPS = 128, 4  # tokens of a program that sets gradients to 0
+SINK_ROWS, SINK_WARPS = 2048, 4  # query rows that a program adds up at once for the gradient of a sink
 HOPPER_PART = 4096  # numbers of dQ that a warpgroup computes of a query tile
 _WIDEST = 256
 _NARROW = 128  # columns of the widest heads that gluon_sm90.py itself serves
@@ -32,7 +33,7 @@ _PACKED_HEADS_PER_GROUP = 2
 # speed of the other rule.
 _SHORT = 2048
 _WHOLE_GROUPS_IN_TURNS = 4
-_SERVED = ("a sliding window", "packed sequences")
+_SERVED = ("a sliding window", "packed sequences", "attention sinks")  # sinks are part of the LSE
 _MAX = 2**29  # positions: a sum of two of them, rounded up, stays in 32 bits
 _MAX_QUERY_TILES = 2**22  # rows of what is kept of them, 512 each at the most, are counted in 32 bits
 _MAX_KEY_TILES = 2**30  # so that the count of those drawn stays in 32 bits
@@ -190,8 +191,8 @@ def hopper_backward_refusal(problem: BackwardProblem, gpu: GpuSpec) -> str | Non
         ),
         (p.item_bytes != 2, "it serves fp16 and bf16 only"),
         (
-            not (problem.wants_q and problem.wants_kv),
-            "it makes the gradients of q, k and v together, and not all of them are asked for",
+            not (problem.wants_q or problem.wants_kv),
+            "it makes the gradients of q, k and v together, and none of them is asked for",
         ),
         (max(p.head_dim, p.head_dim_v) > _WIDEST, f"it serves head dimensions up to {_WIDEST}"),
         (
@@ -255,10 +256,14 @@ def hopper_backward_launches(
         if not p.seqused:
             longest = max(tokens or (p.batch * p.seqlen_q, p.batch * p.seqlen_k))
             first.append(PlannedLaunch("_clear_kernel", (cdiv(longest, CLEARED), 1, 1), (32 * CLEAR_WARPS, 1, 1)))
+    last = []
+    if problem.wants_sinks:
+        last = [PlannedLaunch("_sinks_gradient_kernel", (p.heads, 1, 1), (32 * SINK_WARPS, 1, 1))]
     # Triton rounds the three single warps up to a warpgroup.
     return (
         *first,
         PlannedLaunch("_prepare_backward_kernel", (tiles, 1, 1), (32 * config.prepare_warps, 1, 1)),
         PlannedLaunch(hopper_backward_kernel(problem), (config.programs, 1, 1), (128 * (config.warpgroups + 1), 1, 1)),
         PlannedLaunch("_finish_dq_kernel", (tiles * parts, 1, 1), (32 * config.finish_warps, 1, 1)),
+        *last,
     )

@@ -19,6 +19,8 @@ from .plan_sm90 import (
     HOPPER_PART,
     ORDER_WARPS,
     ORDERED,
+    SINK_ROWS,
+    SINK_WARPS,
     HopperBackwardConfig,
     hopper_backward_columns,
     hopper_backward_kernel,
@@ -28,7 +30,13 @@ from .plan_sm90 import (
     is_wide,
     query_tiles,
 )
-from .prepass_triton import _clear_kernel, _finish_dq_kernel, _order_key_tiles_kernel, _prepare_backward_kernel
+from .prepass_triton import (
+    _clear_kernel,
+    _finish_dq_kernel,
+    _order_key_tiles_kernel,
+    _prepare_backward_kernel,
+    _sinks_gradient_kernel,
+)
 from .primitives_sm90 import FAR
 from .problem import BackwardProblem
 from .wide_gluon_sm90 import _backward_wide_sm90_kernel
@@ -72,6 +80,8 @@ def prepare_hopper_backward(plan: BackwardPlan, tokens: Tokens | None = None) ->
     makers: list[Callable[..., PreparedKernel]] = [_prepare, _main, _finish]
     if p.packed:
         makers = [_order, *([] if p.seqused else [_clear]), *makers]
+    if problem.wants_sinks:
+        makers.append(_sinks_gradient)
     grids = [launch.grid for launch in hopper_backward_launches(problem, config, tokens)]
     return tuple(make(problem, config, grid, tokens) for make, grid in zip(makers, grids, strict=True))
 
@@ -282,4 +292,21 @@ def _finish(
         _finish_dq_kernel, arguments, constants, num_warps=config.finish_warps,
         dependent_launch=config.dependent_launch,
     )  # fmt: skip
+    return prepare_kernel(source, grid, arguments)
+
+
+def _sinks_gradient(
+    problem: BackwardProblem, config: HopperBackwardConfig, grid: Grid, tokens: Tokens | None
+) -> PreparedKernel:
+    p = problem.forward
+    tiles_m, _ = hopper_backward_tiles(problem, config, tokens)
+    integers = (p.heads, 1 if p.packed else tiles_m, tiles_m if p.packed else p.batch * tiles_m)
+    arguments: dict[str, Argument] = {
+        "stats_ptr": Pointer("fp32", aligned=True),
+        "sinks_ptr": Pointer(p.sinks),
+        "dsinks_ptr": Pointer(p.sinks),
+        **each("i32", ("heads", "tiles_m", "tiles"), integers),
+    }
+    constants = {"BLOCK_M": config.block_m, "BLOCK_T": SINK_ROWS // config.block_m}
+    source = kernel_source(_sinks_gradient_kernel, arguments, constants, num_warps=SINK_WARPS)
     return prepare_kernel(source, grid, arguments)

@@ -1,4 +1,4 @@
-"""Kernels before and after the Hopper backward kernel (Triton): delta and LSE of each query row, and dQ in order.
+"""Kernels before and after the Hopper backward kernel (Triton): LSE and delta of each query row, dQ in order, dsinks.
 
 Packed sequences have query tiles of their own. Those of sequence b are numbers start // BLOCK_M + b and those behind
 it, where it starts at token ``start``: no two sequences share one, and no sum over lengths is needed. For each, the
@@ -266,3 +266,32 @@ def _finish_dq_kernel(
     mask = (offs_m < seqlen_q)[:, None] & (offs_d < D)[None, :]
     dq = dq_ptr + (b * stride_b + h * stride_h) * UNIT + offs_m.to(tl.int64)[:, None] * STRIDE_M + offs_d[None, :]
     tl.store(dq, (acc * scale).to(dq_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _sinks_gradient_kernel(
+    stats_ptr,  # [tiles, 2, BLOCK_M] fp32, of ``_prepare_backward_kernel``: query tiles of all heads and sequences
+    sinks_ptr,  # [H]
+    dsinks_ptr,  # [H]
+    heads,
+    tiles_m,  # query tiles of a head that lie side by side: packed 1, as the heads of a tile do
+    tiles,  # query tiles of one head, in all sequences
+    BLOCK_M: tl.constexpr,
+    BLOCK_T: tl.constexpr,  # query tiles that are added up at once
+):  # fmt: skip
+    """Compute the gradient of a head's sink, - sum exp(sink - LSE) delta over its rows: its value is 0. Grid: (H,).
+
+    Rows without a key, and behind the last, have an LSE of infinity and add 0.
+    """
+    head = tl.program_id(0)
+    sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+    total = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
+    row = tl.arange(0, BLOCK_M)
+    for first in range(0, tiles, BLOCK_T):
+        tile = first + tl.arange(0, BLOCK_T)
+        mask = (tile < tiles)[:, None] & (row >= 0)[None, :]
+        place = (tile // tiles_m * heads + head) * tiles_m + tile % tiles_m
+        stats = stats_ptr + place.to(tl.int64)[:, None] * (2 * BLOCK_M) + row[None, :]
+        lse = tl.load(stats, mask=mask, other=float("inf"))
+        total -= tl.exp2(sink - lse) * tl.load(stats + BLOCK_M, mask=mask, other=0.0)
+    tl.store(dsinks_ptr + head, tl.sum(tl.sum(total, 1), 0).to(dsinks_ptr.dtype.element_ty))
