@@ -6,7 +6,8 @@ import pytest
 
 from flashmoe_science.proof.judge.judge import judge
 from flashmoe_science.proof.records.evidence import Launch
-from flashmoe_science.proof.report.page import Judged, build_page, launch_groups
+from flashmoe_science.proof.report.figures import sensor_figure
+from flashmoe_science.proof.report.page import Judged, build_page
 
 from .builders import build_record
 from .claim_builders import build_claim
@@ -17,6 +18,12 @@ def run_of(record, *verdicts, kind=None):
     return build_page([Judged(record, list(verdicts))], kind).runs[0]
 
 
+def blocks_of(record, section, kind="table", metric=None):
+    """Return the blocks of one kind in a section of the page about one run."""
+    (found,) = [each for each in run_of(record, kind=metric).sections if each.id == section]
+    return [block for block in found.blocks if block.kind == kind]
+
+
 def test_one_verdict_is_the_headline_and_several_are_counted():
     record = build_record(speedups=[2.3])
     holds, refuted = judge(build_claim(), record), judge(build_claim(factor=4.0), record)
@@ -25,31 +32,28 @@ def test_one_verdict_is_the_headline_and_several_are_counted():
     several = run_of(record, holds, refuted)
     assert several.headline.sentence == "2 claims: 1 demonstrated, 1 refuted"
     assert several.headline.kind == "refuted"
-    assert [verdict.word for verdict in several.verdicts] == ["demonstrated", "refuted"]
+    assert [verdict.word for verdict in several.sections[0].blocks] == ["demonstrated", "refuted"]
 
 
 def test_a_run_without_times_has_gates_and_accuracy_and_no_figures():
     part = run_of(build_record(gpu=None))
     assert (part.title, part.headline.word) == ("flash_attention on a machine with no GPU", "not timed")
-    assert (part.speeds, part.growth, part.roofline, part.sensors, part.control) == ([], [], None, None, None)
-    assert [name for name, _ in part.sections] == [
-        *("gates", "launches", "memory", "accuracy", "environment", "raw"),
-    ]
+    assert [section.id for section in part.sections] == ["gates", "launches", "memory", "accuracy", "environment"]
 
 
 def test_speeds_have_a_row_for_every_case_and_baseline_in_the_kind_that_is_shown_first():
     record = build_record(speedups=[0.5, 2.0], baselines={"sdpa": 1.0, "fa3": 0.5})
-    part = run_of(record, kind="wall")
-    assert [speeds.kind for speeds in part.speeds] == ["wall", "kernel", "graph"]
-    rows = part.speeds[0].rows
-    assert [(row.case, row.baseline, row.side) for row in rows] == [
+    first, *others, _ = blocks_of(record, "speed", metric="wall")
+    assert first.caption.startswith("wall time")
+    assert [table.fold for table in others] == ["kernel time", "graph time"]
+    sides = [bar.partition('class="bar ')[2].partition('"')[0] for bar in first.bars]
+    assert [(*row[:2], side) for row, side in zip(first.rows, sides, strict=True)] == [
         ("case0", "sdpa", "slower"),
         ("case0", "fa3", "slower"),
         ("case1", "sdpa", "faster"),
         ("case1", "fa3", "even"),
     ]
-    assert all(row.bar for row in rows)
-    assert rows[2].said.startswith("2.0")
+    assert first.rows[2][-1].startswith("2.0")
 
 
 def test_an_arm_that_was_not_measured_is_named_with_its_reason():
@@ -61,10 +65,13 @@ def test_an_arm_that_was_not_measured_is_named_with_its_reason():
         )
         for r in case.rounds
     ]
-    part = run_of(with_case(record, 1, rounds=rounds))
-    assert [(each.arm, each.reason, each.where) for each in part.unmeasured] == [("sdpa", "out of memory", "case1")]
-    row = part.speeds[0].rows[1]
-    assert (row.said, row.bar, row.side, row.theirs) == ("failed", None, "open", "")
+    record = with_case(record, 1, rounds=rounds)
+    notes = [(note.word, note.text) for note in blocks_of(record, "speed", "note")]
+    assert ("sdpa failed", "out of memory (case1)") in notes
+    table = blocks_of(record, "speed")[0]
+    assert table.rows[1][3:] == ("", "failed")
+    assert 'class="bar open"' in table.bars[1]
+    assert "circle" not in table.bars[1]
 
 
 def sized(record, sizes):
@@ -78,9 +85,11 @@ def sized(record, sizes):
 
 def test_time_and_share_of_the_roofline_stand_against_the_size_that_varies():
     record = sized(build_record(speedups=[2.0] * 3), [512, 1024, 2048])
-    (figure,) = run_of(record).growth
-    assert [plot.y_name for plot in figure.plots] == ["graph time", "share of the roofline"]
-    assert [tick.text for tick in figure.plots[0].x_ticks] == ["512", "1k", "2k"]
+    (figure,) = blocks_of(record, "growth", "figure")
+    time, share = figure.plots
+    assert ">graph time</text>" in time
+    assert ">share of the roofline</text>" in share
+    assert [f'"middle">{text}<' in time for text in ("512", "1k", "2k")] == [True] * 3
     assert list(figure.table.columns) == ["seqlen_q", "arm", "graph time", "share of the roofline"]
     assert [row[:2] for row in figure.table.rows[:2]] == [["512", "flash_attention"], ["512", "sdpa"]]
     case = record.cases[2]
@@ -105,23 +114,47 @@ def test_memory_is_the_subjects_bytes_over_each_baselines():
     record = build_record(speedups=[2.0], baselines={"sdpa": 1.0, "fa3": 1.0})
     for arm, size in (("flash_attention", 512), ("sdpa", 2048), ("fa3", 0)):
         record = with_arm(record, 0, arm, peak_bytes=size)
-    memory = build_page([Judged(record, [])]).runs[0].memory
-    assert memory is not None
+    (memory,) = blocks_of(record, "memory")
     assert memory.rows == [["case0", "512 B", "2.0 KiB", "0.25x", "0 B", ""]]
 
 
-def test_a_kernel_stands_once_with_the_grids_of_its_cases():
+def test_a_kernel_stands_once_for_each_configuration_with_its_cases_and_grids():
     record = build_record(speedups=[2.0, 2.0, 2.0])
     kernel = record.cases[0].arms[0].launches[0]
     record = with_arm(record, 1, "flash_attention", launches=[kernel.model_copy(update={"grid": (7, 1, 1)})])
     record = with_arm(record, 2, "flash_attention", launches=[kernel.model_copy(update={"registers": 255})])
-    ours = [group for group in launch_groups(record) if group.arm.name == "flash_attention"]
-    assert [group.grids for group in ours] == [{"case0": (16, 1, 1), "case1": (7, 1, 1)}, {"case2": (16, 1, 1)}]
-    assert [group.arm.role for group in launch_groups(record)] == ["subject", "subject", "baseline"]
+    (table,) = blocks_of(record, "launches")
+    assert [(row[0], row[2], row[4], row[6]) for row in table.rows] == [
+        ("flash_attention", "case0, case1", "2 grids", str(kernel.registers)),
+        ("flash_attention", "case2", "16 x 1 x 1", "255"),
+        ("sdpa", "every case", "16 x 1 x 1", str(kernel.registers)),
+    ]
 
 
 def test_two_launches_of_one_call_stay_two():
     record = build_record(speedups=[2.0])
     kernel = Launch(name="k", grid=(1, 1, 1), block=(32, 1, 1), registers=8, shared_memory_bytes=0)
     record = with_arm(record, 0, "flash_attention", launches=[kernel, kernel])
-    assert [g.launch.name for g in launch_groups(record) if g.arm.role == "subject"] == ["k", "k"]
+    assert [row[1] for row in blocks_of(record, "launches")[0].rows if row[0] == "flash_attention"] == ["k", "k"]
+
+
+def test_sensors_are_summed_up_by_process_without_what_was_not_read():
+    record = build_record(speedups=[2.0, 2.0], processes=2, rounds=1)
+    figure = sensor_figure(record, "run")
+    assert figure is not None
+    assert figure.plots[0].count('class="rule"') == 3
+    assert [row[:3] for row in figure.table.rows] == [
+        (process, times, "2") for process in ("0", "1") for times in ("graph, wall", "kernel")
+    ]
+    record = build_record(speedups=[2.0], processes=1, rounds=3, times=("graph",))
+    read = (
+        record.cases[0]
+        .rounds[0]
+        .model_copy(update={"sm_clock_mhz": [1500, None, 1980], "throttle": ["", "sw_power_cap", None]})
+    )
+    figure = sensor_figure(with_case(record, 0, rounds=[read]), "run")
+    assert figure is not None
+    (row,) = figure.table.rows
+    assert row[:4] == ("0", "graph", "3", "1500 / 1740 / 1980")
+    assert row[-2:] == ("1", "sw_power_cap")
+    assert figure.plots[0].count('class="alarm"') == 1

@@ -132,8 +132,7 @@ class AccuracyRow:
     correct: str
     error: str
     allowed: str
-    share: float | None  # of the budget, in per cent; None: nothing was compared
-    said: str  # the share as text
+    said: str  # the share of what is allowed
     same_bits: str
     baselines: Sequence[str]  # their shares
     note: str
@@ -155,7 +154,6 @@ def _accuracy_row(record: Record, case: CaseRecord) -> AccuracyRow:
         correct={True: "yes", False: "no", None: "of a stand-in" if case.stand_in else "not shown"}[case.correct],
         error=format_largest_error(accuracy) if accuracy else "",
         allowed=format_error(accuracy.budget) if accuracy else "",
-        share=round(min(1.0, accuracy.share) * 100, 1) if accuracy else None,
         said=_share(accuracy),
         same_bits=bits[accuracy.deterministic] if accuracy else "",
         baselines=[_share(found.get(name)) for name in record.baselines],

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import timezone
 
 from ..compare.side_by_side import SideBySide, side_by_side
-from ..judge.judge import Control, Verdict, check_control, exit_code
+from ..judge.judge import Verdict, check_control, exit_code
 from ..judge.rows import (
-    AccuracyRow,
-    Unmeasured,
     accuracy_rows,
+    arm_rows,
     by_role,
     commit_words,
     default_kind,
@@ -24,16 +24,17 @@ from ..judge.rows import (
     unmeasured,
     write_csv,
 )
-from ..judge.run_verdicts import last_word
-from ..records.evidence import Arm, Environment, Gate, Launch, Record, TimeKind
-from ..text import counted
-from .page_plots import Figure, Table, roofline_figure, sweep_figures, timed_arms, work_figure
-from .page_sensors import sensor_figure
-from .page_speed import Speeds, find_speeds
-from .terminal import conditions, count_line, figure, what_is_in_cache
+from ..judge.run_verdicts import EXPECTATION, last_word
+from ..records.evidence import Arm, Launch, Record, TimeKind
+from ..text import as_sentence, counted
+from .figures import Figure, Table, growth_figures, roofline_figure, sensor_figure, timed_arms
+from .plots import draw_bar, draw_ruler, find_ruler
+from .terminal import conditions, count_line, figure, shortened_kernel, what_is_in_cache
 
 _IN_ALL = {0: "demonstrated", 1: "refuted"}  # exit code -> how several verdicts look together
 _FEW = 2  # cases that are named where a kernel ran; of more, the number is given
+_LEGEND = "speedup: the baseline's time / the subject's, with its 95 % interval"
+_SHARE = "Share of the roofline: the time that the datasheet's rates would take, divided by the time taken."
 
 
 @dataclass(frozen=True)
@@ -45,24 +46,41 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Said:
-    """A verdict, or how far the chain came: a word, a sentence, the number that it turns on, why."""
+class Note:
+    """A paragraph. ``word`` comes first and says how it looks, e.g. a verdict, with its sentence and its number."""
 
-    word: str
-    sentence: str
+    text: str
+    word: str = ""
+    sentence: str = ""
     figure: str = ""
-    reason: str = ""
-    notes: Sequence[str] = ()  # what nobody should read the word without
-    kind: str = ""  # how it looks where it has no word of its own
+    kind: str = "note"
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """One kernel of one arm: a row for each of its configurations, with the cases, launches, grid, block and sizes."""
+class Lines:
+    """Further lines of one gate, folded unless it failed. Markdown leaves them out."""
 
-    arm: str
-    name: str
-    rows: Sequence[Sequence[str]]
+    title: str
+    lines: Sequence[str]
+    is_open: bool
+    kind: str = "lines"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Names and their values."""
+
+    facts: Sequence[tuple[str, str]]
+    kind: str = "facts"
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading and what is below it."""
+
+    id: str
+    title: str
+    blocks: Sequence[Note | Lines | Facts | Table | Figure]
 
 
 @dataclass(frozen=True)
@@ -73,70 +91,21 @@ class RunPart:
     anchor: str
     title: str
     facts: str  # suite, baselines, time: one line
-    headline: Said
-    verdicts: Sequence[Said]
-    gates: Sequence[Gate]
-    speeds: Sequence[Speeds]  # the kind of time that the plots show first
-    control: Control | None
-    control_table: Table | None
-    legends: Sequence[str]
-    unmeasured: Sequence[Unmeasured]
-    growth: Sequence[Figure]
-    roofline: Figure | None
-    no_roofline: str
-    launches: Sequence[Kernel]
-    all_launches: Table | None
-    sensors: Figure | None
-    memory: Table | None
-    accuracy: Sequence[AccuracyRow]
-    environment: Sequence[tuple[str, str]]
-    csv: str
-    kind: str  # of the plots; "" where nothing was timed
-    arms: Sequence[tuple[int, str]]  # slot and name of those that the plots show
+    headline: Note
+    notes: Sequence[str]  # what nobody should read the headline without, each once and without its particulars
+    sections: Sequence[Section]
 
     @property
-    def headline_notes(self) -> list[str]:
-        """What nobody should read the headline without, each note once and without its particulars."""
-        return list(dict.fromkeys(note.partition(": ")[0] for verdict in self.verdicts for note in verdict.notes))
-
-    @property
-    def accuracy_notes(self) -> bool:
-        """Whether any case has a note."""
-        return any(row.note for row in self.accuracy)
-
-    @property
-    def accuracy_count(self) -> str:
-        """In how many cases the subject is shown to be right, and, apart from them, what stood in for it."""
-        right = sum(row.correct == "yes" for row in self.accuracy)
-        said = f"{counted(right, 'case')} correct, of {len(self.accuracy)}"
-        stood_in = [row.correct != "no" for row in self.accuracy if row.stood_in]
-        if not stood_in:
-            return said
-        shown = said if right else "none shown of the GPU's kernel"
-        return f"{shown}; its stand-in right in {sum(stood_in)} of {len(stood_in)}"
+    def csv(self) -> str:
+        """The rows, as ``flashmoe show --csv`` writes them."""
+        file = io.StringIO()
+        write_csv([self.record], file)
+        return file.getvalue()
 
     @property
     def record_json(self) -> str:
         """The record, as ``flashmoe show`` reads it."""
         return self.record.model_dump_json() + "\n"
-
-    @property
-    def sections(self) -> list[tuple[str, str]]:
-        """Identifier and heading of each section that there is."""
-        there = {
-            "verdicts": ("Verdicts", self.verdicts),
-            "gates": ("Gates", True),
-            "speed": ("Speed", self.speeds),
-            "growth": ("Time against size", self.growth),
-            "roofline": ("Roofline", self.speeds or self.roofline),
-            "launches": ("Kernels launched", self.launches),
-            "sensors": ("Clocks, power, temperature", self.sensors),
-            "memory": ("Memory", self.memory),
-            "accuracy": ("Accuracy", self.accuracy),
-            "environment": ("Environment", True),
-            "raw": ("Raw numbers", True),
-        }
-        return [(name, text) for name, (text, present) in there.items() if present]
 
 
 @dataclass(frozen=True)
@@ -161,94 +130,116 @@ def build_page(judged: Sequence[Judged], kind: TimeKind | None = None) -> Page:
 
 
 def _run_part(judged: Judged, kind: TimeKind | None, anchor: str) -> RunPart:
-    record = judged.record
+    record, gpu = judged.record, judged.record.environment.gpu
+    verdicts = [verdict for verdict in judged.verdicts if verdict.gate_failed is None]  # else the headline is the gate
     kinds = kinds_measured(record)
     shown = kind if kind in kinds else default_kind(record)
-    ordered = sorted(kinds, key=lambda each: each != shown)
     arms = timed_arms(record, shown) if shown else None
-    growth = [] if arms is None else sweep_figures(record, arms, anchor)
-    rest = work_figure(record, arms, anchor) if arms else None
-    speeds = [find_speeds(record, each, _claimed(judged.verdicts, each)) for each in ordered]
-    control = check_control(record, shown) if shown else None
-    legends = [*what_is_in_cache(record), *conditions(record)] if shown else []
-    gpu = record.environment.gpu
+    growth = growth_figures(record, arms, anchor) if arms else []
+    roofline = roofline_figure(record, arms, anchor) if arms else None
+    sensors = sensor_figure(record, anchor)
+    medians = Note(f"Medians in {shown} time.{f' {_SHARE}' if roofline else ''}")
+    no_rates = f"The rates of {gpu.name} are not known here." if gpu else "Nothing was timed."
+    speed = _speed(record, shown, judged.verdicts) if shown else []
+    sections = [
+        Section("verdicts", "Verdicts", [_verdict(verdict, alone=len(verdicts) == 1) for verdict in verdicts]),
+        Section("gates", "Gates", _gates(record)),
+        Section("speed", "Speed", speed),
+        Section("growth", "Time against size", [medians, *growth] if growth else []),
+        Section("roofline", "Roofline", [roofline or Note(no_rates)] if speed or roofline else []),
+        Section("launches", "Kernels launched", _launches(record)),
+        Section("sensors", "Clocks, power, temperature", [sensors] if sensors else []),
+        Section("memory", "Memory", _memory(record)),
+        Section("accuracy", "Accuracy", _accuracy(record)),
+        Section("environment", "Environment", [Facts(_environment(record))]),
+    ]
+    against = f" against {', '.join(record.baselines)}" if record.baselines else ""
     return RunPart(
         record=record,
         anchor=anchor,
         title=f"{record.subject.name} on {gpu.name if gpu else 'a machine with no GPU'}",
-        facts=_facts(record),
-        headline=_headline(judged),
-        verdicts=[_said(verdict) for verdict in _weighed(judged)],
-        gates=record.gates,
-        speeds=[each for each in speeds if each.rows],
-        control=control if control and control.ratios else None,
-        control_table=_control_table(control) if control and control.ratios else None,
-        legends=legends,
-        unmeasured=unmeasured(record),
-        growth=[*growth, *([rest] if rest else [])],
-        roofline=roofline_figure(record, arms, anchor) if arms else None,
-        no_roofline=f"The rates of {gpu.name} are not known here." if gpu and shown else "Nothing was timed.",
-        launches=_kernels(record),
-        all_launches=_all_launches(record),
-        sensors=sensor_figure(record, anchor),
-        memory=_memory_table(record),
-        accuracy=accuracy_rows(record),
-        environment=_environment(record),
-        csv=_csv(record),
-        kind=shown or "",
-        arms=arms.slots if arms else [],
+        facts=f"Suite {record.suite}{against}, {record.created_at.astimezone(timezone.utc):%Y-%m-%d %H:%M} UTC",
+        headline=_headline(record, verdicts),
+        notes=list(dict.fromkeys(note.partition(": ")[0] for verdict in verdicts for note in verdict.notes)),
+        sections=[section for section in sections if section.blocks],
     )
 
 
-# Verdicts
-
-
-def _weighed(judged: Judged) -> list[Verdict]:
-    """Return the verdicts; none where a gate failed: the headline is then the last gate."""
-    return [verdict for verdict in judged.verdicts if verdict.gate_failed is None]
-
-
-def _headline(judged: Judged) -> Said:
-    verdicts = _weighed(judged)
+def _headline(record: Record, verdicts: Sequence[Verdict]) -> Note:
     if not verdicts:
-        return Said(*last_word(judged.record))
+        word, sentence = last_word(record)
+        return Note("", word, sentence)
     if len(verdicts) == 1:
-        return Said(verdicts[0].status.value, verdicts[0].claim.sentence)
-    return Said("", count_line(verdicts), kind=_IN_ALL.get(exit_code(verdicts, strict=True), "open"))
+        return Note("", verdicts[0].status.value, verdicts[0].claim.sentence)
+    return Note("", "", count_line(verdicts), kind=_IN_ALL.get(exit_code(verdicts, strict=True), "open"))
 
 
-def _said(verdict: Verdict) -> Said:
+def _verdict(verdict: Verdict, *, alone: bool) -> Note:
     number = figure(verdict) if lowest_case(verdict) else ""
     if verdict.geometric_mean and verdict.claim.scope == "each case":
         number += f"; geometric mean {format_ratio(verdict.geometric_mean)}"
-    return Said(verdict.status.value, verdict.claim.sentence, number, verdict.reason, verdict.notes)
+    sentence = "" if alone else verdict.claim.sentence  # the headline has it
+    return Note(as_sentence(verdict.reason), verdict.status.value, sentence, number)
 
 
-def _claimed(verdicts: Sequence[Verdict], kind: TimeKind) -> list[float]:
-    about = [verdict.claim for verdict in verdicts if verdict.claim.id != "expectation"]
-    return [claim.factor for claim in about if claim.metric == kind and claim.scope == "each case"]
+def _gates(record: Record) -> list[Table | Lines]:
+    rows = []
+    for gate in record.gates:
+        took = "" if gate.status.value == "not reached" else f"{gate.seconds:.1f} s"
+        hint = f" hint: {gate.hint}" if gate.hint else ""
+        rows.append((gate.name, gate.status.value, f"{gate.summary}{hint}", took))
+    details = [Lines(gate.name, gate.details, gate.status.value == "failed") for gate in record.gates if gate.details]
+    return [Table("", ("gate", "result", "what it showed", "took"), rows, words=3), *details]
 
 
-def _facts(record: Record) -> str:
-    against = f" against {', '.join(record.baselines)}" if record.baselines else ""
-    return f"Suite {record.suite}{against}, {_date(record.created_at)}"
+def _speed(record: Record, shown: TimeKind, verdicts: Sequence[Verdict]) -> list[Note | Table]:
+    """Return the speedups in every kind of time, that of the plots first, and what has to be known of them."""
+    claims = [verdict.claim for verdict in verdicts if verdict.claim.id != EXPECTATION]
+    tables = []
+    for kind in sorted(kinds_measured(record), key=lambda each: each != shown):
+        factors = {claim.factor for claim in claims if claim.metric == kind and claim.scope == "each case"}
+        tables.append(_speed_table(record, kind, sorted(factors), fold="" if kind == shown else f"{kind} time"))
+    tables = [table for table in tables if table.rows]
+    if not tables:
+        return []
+    said = [as_sentence(_LEGEND), "Right of 1x the subject is faster."]
+    said += map(as_sentence, [*what_is_in_cache(record), *conditions(record)])
+    found: list[Note | Table] = [Note(" ".join(said))]
+    found += [Note(f"{each.reason} ({each.where})", f"{each.arm} {each.status}") for each in unmeasured(record)]
+    control = check_control(record, shown)
+    ratios = [(name, format_ratio(ratio)) for name, ratio in control.ratios.items()]
+    caption = "the second copy's time divided by the first's; the intervals hold together at 95 %"
+    checked: list[Note | Table] = [
+        Note(as_sentence(control.reason)),
+        Table(caption, ("case", "ratio"), ratios, fold="control"),
+    ]
+    return [*found, *tables, *(checked if ratios else [])]
 
 
-def _date(created: datetime) -> str:
-    return f"{created.astimezone(timezone.utc):%Y-%m-%d %H:%M} UTC"
-
-
-# Tables
-
-
-def _control_table(control: Control) -> Table:
-    rows = [(name, format_ratio(ratio)) for name, ratio in control.ratios.items()]
-    return Table(
-        "the second copy's time divided by the first's; the intervals hold together at 95 %", ("case", "ratio"), rows
-    )
-
-
-KERNEL_COLUMNS = ("in", "launches", "grid", "block", "registers", "shared memory")
+def _speed_table(record: Record, kind: TimeKind, factors: Sequence[float], *, fold: str) -> Table:
+    """Return a row for every case and baseline, their intervals on one scale, with a line at every claimed factor."""
+    every = arm_rows(record, kind)
+    ours = {
+        row.case.name: format_seconds(row.rates.seconds) for row in every if row.arm.role == "subject" and row.rates
+    }
+    rows = [row for row in every if row.arm.role == "baseline"]
+    found = [row.ratio.interval if row.ratio else None for row in rows]
+    ends = [end for each in found if each for end in (each.low, each.high) if math.isfinite(end) and end > 0]
+    lines = [1.0, *(factor for factor in factors if factor != 1.0)]
+    ruler = find_ruler(ends, lines) if ends else None
+    cells, bars = [], []
+    for row, each in zip(rows, found, strict=True):
+        theirs = format_seconds(row.rates.seconds) if row.rates else ""
+        said = format_ratio(row.ratio) or row.arm.status
+        cells.append((row.case.name, row.arm.name, ours.get(row.case.name, ""), theirs, said))
+        side = "open" if each is None else "faster" if each.low > 1 else "slower" if each.high < 1 else "even"
+        if ruler:
+            placed = (each.low, each.estimate, each.high) if each and 0 < each.low <= each.high else None
+            bars.append(draw_bar(ruler, side, placed, lines))
+    dashed = "".join(f"; dashed: {factor:g}x claimed" for factor in lines[1:])
+    columns = ("case", "baseline", record.subject.name, "its time", "speedup")
+    caption = f"{kind} time, medians of one call{dashed}"
+    return Table(caption, columns, cells, words=2, fold=fold, ruler=draw_ruler(ruler) if ruler else None, bars=bars)
 
 
 @dataclass
@@ -272,90 +263,87 @@ def launch_groups(record: Record) -> list[LaunchGroup]:
     return list(groups.values())
 
 
-def _kernels(record: Record) -> list[Kernel]:
-    rows: dict[tuple[str, str], list[Sequence[str]]] = {}
+def _launches(record: Record) -> list[Table]:
+    rows = []
     for group in launch_groups(record):
-        launch = group.launch
-        grids = list(dict.fromkeys(group.grids.values()))
-        grid = _size(grids[0]) if len(grids) == 1 else f"{len(grids)} grids"
+        launch, grids = group.launch, list(dict.fromkeys(group.grids.values()))
         named = ", ".join(group.grids) if len(group.grids) <= _FEW else counted(len(group.grids), "case")
         where = "every case" if len(group.grids) == len(record.cases) else named
+        grid = _size(grids[0]) if len(grids) == 1 else f"{len(grids)} grids"
+        cells = (where, str(launch.count), grid, _size(launch.block), str(launch.registers))
         shared = format_bytes(launch.shared_memory_bytes)
-        cells = (where, str(launch.count), grid, _size(launch.block), str(launch.registers), shared)
-        rows.setdefault((group.arm.name, launch.name), []).append(cells)
-    return [Kernel(arm, name, found) for (arm, name), found in rows.items()]
-
-
-def _all_launches(record: Record) -> Table | None:
-    rows = [
-        (case, group.arm.name, group.launch.name, _size(grid), _size(group.launch.block))
-        for group in launch_groups(record)
-        for case, grid in group.grids.items()
-    ]
-    order = {case.name: place for place, case in enumerate(record.cases)}
-    rows.sort(key=lambda row: order[row[0]])  # stable: arms stay in their order
-    columns = ("case", "arm", "kernel", "grid", "block")
-    return Table("every launch of one call", columns, rows, words=3) if rows else None
+        rows.append((group.arm.name, shortened_kernel(launch.name), *cells, shared))
+    columns = ("arm", "kernel", "in", "launches", "grid", "block", "registers", "shared memory")
+    return [Table("registers are of a thread, shared memory of a block", columns, rows, words=3)] if rows else []
 
 
 def _size(size: tuple[int, int, int]) -> str:
     return " x ".join(map(str, size))
 
 
-def _memory_table(record: Record) -> Table | None:
+def _memory(record: Record) -> list[Table]:
     rows = []
     for case in record.cases:
         peaks = {arm.name: arm.peak_bytes for arm in case.arms if arm.peak_bytes is not None}
         ours = peaks.get(record.subject.name)
-        cells = [case.name, _bytes(ours)]
+        cells = [case.name, "" if ours is None else format_bytes(ours)]
         for theirs in map(peaks.get, record.baselines):
-            cells += [_bytes(theirs), f"{ours / theirs:.2f}x" if ours is not None and theirs else ""]
+            cells += ["" if theirs is None else format_bytes(theirs)]
+            cells += [f"{ours / theirs:.2f}x" if ours is not None and theirs else ""]
         if any(cells[1:]):
             rows.append(cells)
     columns = ["case", record.subject.name]
     for name in record.baselines:
         columns += [name, f"/ {name}"]
-    return Table("peak bytes of one call beyond what was held before it", columns, rows) if rows else None
+    return [Table("peak bytes of one call beyond what was held before it", columns, rows)] if rows else []
 
 
-def _bytes(count: int | None) -> str:
-    return "" if count is None else format_bytes(count)
+def _accuracy(record: Record) -> list[Note | Table]:
+    found = accuracy_rows(record)
+    if not found:
+        return []
+    right = sum(row.correct == "yes" for row in found)
+    said = f"{counted(right, 'case')} correct, of {len(found)}"
+    if stood_in := [row.correct != "no" for row in found if row.stood_in]:
+        shown = said if right else "none shown of the GPU's kernel"
+        said = f"{shown}; its stand-in right in {sum(stood_in)} of {len(stood_in)}"
+    columns = ["case", "correct", "same bits", "max error", "allowed", "share"]
+    columns += [f"{name}, share" for name in record.baselines] + ["note"]
+    rows = [
+        [row.case, row.correct, row.same_bits, row.error, row.allowed, row.said, *row.baselines, row.note]
+        for row in found
+    ]
+    if not any(row.note for row in found):
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+    table = Table("largest error against the exact answer, and the largest that is allowed", columns, rows, words=3)
+    return [Note(as_sentence(said)), table]
 
 
 def _environment(record: Record) -> list[tuple[str, str]]:
-    here: Environment = record.environment
-    facts = [("run", record.id), ("command", record.command)]
-    facts.append(("subject", f"{record.subject.name} ({record.subject.operator}), {record.subject.entry_point}"))
-    if here.gpu:
-        gpu = here.gpu
+    here, gpu, protocol = record.environment, record.environment.gpu, record.settings
+    card = "none"
+    if gpu:
         clock = f", up to {gpu.max_sm_clock_mhz} MHz" if gpu.max_sm_clock_mhz else ""
         limit = f", power limit {gpu.power_limit_w:g} W" if gpu.power_limit_w else ""
         memory = f"{format_bytes(gpu.memory_bytes)}, L2 {format_bytes(gpu.l2_bytes)}"
-        facts.append(("GPU", f"{gpu.name}, sm_{gpu.arch}, {gpu.sms} SMs, {memory}{clock}{limit}"))
-    else:
-        facts.append(("GPU", "none"))
-    facts += [(name, value) for name, value in (("driver", here.driver), ("CUDA", here.cuda)) if value]
-    facts += [("Python", here.python), ("platform", ", ".join(filter(None, (here.platform, here.cpu))))]
-    facts.append(("versions", ", ".join(f"{name} {version}" for name, version in here.versions.items())))
-    facts.append(("commit", commit_words(record)))
-    if here.settings:
-        facts.append(("settings", ", ".join(f"{name}={value}" for name, value in here.settings.items())))
-    protocol = record.settings
+        card = f"{gpu.name}, sm_{gpu.arch}, {gpu.sms} SMs, {memory}{clock}{limit}"
     rounds = f"{counted(protocol.processes, 'process')} of {counted(protocol.rounds, 'round')}"
-    facts.append(
-        ("protocol", f"{rounds}, {', '.join(protocol.times)} time, kernel time {protocol.cache}, seed {protocol.seed}")
-    )
-    sources = counted(len(record.subject.sources), "file")
-    return [*facts, ("sources", f"{sources} hashed in the record")]
-
-
-def _csv(record: Record) -> str:
-    file = io.StringIO()
-    write_csv([record], file)
-    return file.getvalue()
-
-
-# Several runs
+    facts = {
+        "run": record.id,
+        "command": record.command,
+        "subject": f"{record.subject.name} ({record.subject.operator}), {record.subject.entry_point}",
+        "GPU": card,
+        "driver": here.driver or "",
+        "CUDA": here.cuda or "",
+        "Python": here.python,
+        "platform": ", ".join(filter(None, (here.platform, here.cpu))),
+        "versions": ", ".join(f"{name} {version}" for name, version in here.versions.items()),
+        "commit": commit_words(record),
+        "settings": ", ".join(f"{name}={value}" for name, value in here.settings.items()),
+        "protocol": f"{rounds}, {', '.join(protocol.times)} time, kernel time {protocol.cache}, seed {protocol.seed}",
+        "sources": f"{counted(len(record.subject.sources), 'file')} hashed in the record",
+    }
+    return [(name, value) for name, value in facts.items() if value]
 
 
 def _index(runs: Sequence[RunPart]) -> Table:
@@ -363,10 +351,8 @@ def _index(runs: Sequence[RunPart]) -> Table:
     for number, part in enumerate(runs, 1):
         record, gpu = part.record, part.record.environment.gpu
         result = part.headline.word or part.headline.sentence
-        commit = (record.tree.commit or "unknown")[:12]
-        rows.append(
-            (str(number), result, record.subject.name, record.suite, gpu.name if gpu else "none", commit, record.id)
-        )
+        about = (result, record.subject.name, record.suite, gpu.name if gpu else "none")
+        rows.append((str(number), *about, (record.tree.commit or "unknown")[:12], record.id))
     columns = ("", "result", "subject", "suite", "GPU", "commit", "run")
     return Table("the runs on this page", columns, rows, words=7)
 
