@@ -75,5 +75,5 @@ def test_a_file_too_many_and_a_large_wheel_are_named(check, package, tmp_path, m
     wheel = wheel_of(tmp_path, **{"tests/a.py": ""})
     monkeypatch.setattr(check, "LARGEST_BYTES", 10)
     stray, large = check.content_problems(wheel, package)
-    assert stray == "holds tests/a.py, which is not in src/"
+    assert stray == "holds tests/a.py, which is neither in src/ nor a page of docs/"
     assert large.startswith("is larger than")

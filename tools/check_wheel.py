@@ -1,14 +1,17 @@
 """Try the newest wheel of ``dist/`` as a user would: ``check_wheel.py [--wheel FILE]``. Takes seconds.
 
-It compares the content of the wheel with ``src/``, reads its metadata, installs it into a fresh environment and calls
-it there. That environment borrows torch and the other dependencies from the Python that runs this program.
+It compares the content of the wheel with ``src/`` and ``docs/``, reads its metadata, installs it into a fresh
+environment and calls it there. That environment borrows torch and the other dependencies from the Python that runs this
+program.
 """
 
 from __future__ import annotations
 
 import argparse
 import email
+import email.message
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -29,7 +32,9 @@ METADATA = {
 }
 EXTRAS = {"proof", "docs", "dev", "examples"}
 CALL = """
-import torch, flashmoe_science
+import pathlib, torch, flashmoe_science
+from flashmoe_science.errors import page
+assert pathlib.Path(page("reference/suites")).is_file()
 from flashmoe_science import flash_attention
 q, k, v = torch.randn(3, 1, 2, 16, 32)
 expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
@@ -62,13 +67,15 @@ def newest_wheel(folder: Path) -> Path:
 
 
 def content_problems(wheel: Path, package: Path) -> list[str]:
-    """Return the differences between the files of a wheel and those of the package in ``src/``, and a wrong size."""
+    """Return how the files of a wheel differ from those of the package and the pages of docs/, and a wrong size."""
     files = (path.relative_to(package.parent) for path in package.rglob("*") if path.is_file())
     expected = {path.as_posix() for path in files if "__pycache__" not in path.parts}
+    docs = package.parents[1] / "docs"
+    expected |= {f"{package.name}/docs/{path.relative_to(docs).as_posix()}" for path in docs.glob("*/*.md")}
     with zipfile.ZipFile(wheel) as archive:
         found = {name for name in archive.namelist() if ".dist-info/" not in name}
     problems = [f"lacks {name}" for name in sorted(expected - found)]
-    problems += [f"holds {name}, which is not in src/" for name in sorted(found - expected)]
+    problems += [f"holds {name}, which is neither in src/ nor a page of docs/" for name in sorted(found - expected)]
     if wheel.stat().st_size > LARGEST_BYTES:
         problems.append(f"is larger than {LARGEST_BYTES >> 20} MiB: {wheel.stat().st_size} bytes")
     return problems
@@ -91,11 +98,21 @@ def metadata_problems(wheel: Path) -> list[str]:
     ]
     lacking = EXTRAS - set(fields.get_all("Provides-Extra", []))
     problems += [f"metadata lacks the extra {name}" for name in sorted(lacking)]
+    problems += [
+        f"its long description has a link that is dead away from a clone: {link}" for link in relative_links(fields)
+    ]
     if texts.get("licenses/LICENSE") != (ROOT / "LICENSE").read_text(encoding="utf-8"):
         problems.append("lacks the licence file")
     if f"flashmoe = {PACKAGE}.cli:main" not in texts.get("entry_points.txt", ""):
         problems.append("lacks the command flashmoe")
     return problems
+
+
+def relative_links(fields: email.message.Message) -> list[str]:
+    """Return the targets of links and pictures of the long description that are no addresses."""
+    text = str(fields.get_payload())
+    found = re.findall(r"\]\(([^)]+)\)", text) + re.findall(r'(?:src|srcset|href)="([^"]+)"', text)
+    return [target for target in found if not target.startswith(("https://", "#"))]
 
 
 def use_problems(wheel: Path) -> list[str]:

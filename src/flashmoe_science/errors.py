@@ -23,6 +23,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+_INSTALLED_PAGES = Path(__file__).parent / "docs"  # in a wheel; a clone has them beside src/
+
+
+def page(name: str) -> str:
+    """Return where a page of the documentation is: ``docs/NAME.md`` in a clone, and its file in an installed wheel."""
+    installed = _INSTALLED_PAGES / f"{name}.md"
+    return str(installed) if installed.is_file() else f"docs/{name}.md"
+
 
 def shown(value: object) -> str:
     """Return ``value`` as messages have it: Python prints no integer of more than some thousand digits."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ...errors import ProofError, RatesError
+from ...errors import ProofError, RatesError, page
 from ...gpu.specs import name_words
 from ..records.evidence import GateName, GateStatus, Record
 from ..records.files import user_folder
@@ -276,7 +276,7 @@ def load_rates(repository: Path | None) -> Rates:
     """
     config = user_folder("XDG_CONFIG_HOME", ".config")
     asked = [*([repository / FILE_NAME] if repository else []), config / "flashmoe" / FILE_NAME, PACKAGED]
-    hint = "the format is in docs/how-to/borrowed-gpus.md"
+    hint = f"the format is in {page('how-to/borrowed-gpus')}"
     return Rates({path: read_toml(path, RatesFile, RatesError, hint=hint) for path in asked if path.exists()})
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ...errors import ProofError
+from ...errors import ProofError, page
 from ...gpu.specs import GpuSpec
 from ..gates.launch import case_problems
 from ..gates.run import work_of
@@ -141,7 +141,9 @@ def _longer(operator: Operator, case: SuiteCase) -> _Longer:
     """Return ``case`` with the longer ones that its operator offers."""
     found = _Longer(case, {case.name: operator.as_table(case.problem)})
     if not isinstance(operator, Scalable):
-        found.reason = f"operator {operator.name} offers no longer problems (axes and scaled: docs/how-to/diagnose.md)"
+        found.reason = (
+            f"operator {operator.name} offers no longer problems (axes and scaled: {page('how-to/diagnose')})"
+        )
         return found
     axes = list(operator.axes())
     first = next((axis.name for axis in axes if axis.kind == "parallel"), "")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...errors import page
 from ..records.evidence import Accuracy
 from ..text import counted
 from .recheck import recheck
@@ -84,7 +85,7 @@ def _mend(reason: str) -> str:
     """Return what a reason means, or what to do."""
     if found := re.match(r"stress draw (\w+): raised", reason):
         return f'not_served = ["{found[1]}"] in the kernel.toml says that the kernel does not take such inputs'
-    return "docs/explanation/error-scale.md says what is allowed, and why" if "allowed" in reason else ""
+    return f"{page('explanation/error-scale')} says what is allowed, and why" if "allowed" in reason else ""
 
 
 def _check_all(run: Run, device: str, seed: int, answers: str) -> _Checks:

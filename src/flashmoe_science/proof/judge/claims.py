@@ -16,14 +16,14 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
-from ...errors import ClaimError, InputError
+from ...errors import ClaimError, InputError, page
 from ...gpu.specs import find_gpu, name_words
 from ..records.evidence import CaseRecord, Record
 from ..records.files import write_atomically
 from ..records.toml_files import parse_toml, read_toml
 from ..subject.loading import builtin_names, is_builtin
 
-_HINT = "the format is in docs/reference/claims.md"
+_HINT = f"the format is in {page('reference/claims')}"
 
 Scope = Literal["each case", "geometric mean"]
 Metric = Literal["kernel", "graph", "wall", "memory"]  # the three times, and the peak bytes that a call allocates

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
-from ...errors import InputError, SubjectError
+from ...errors import InputError, SubjectError, page
 from ...gpu.specs import SPECS, find_gpu
 from ..records.evidence import Record, SubjectInfo
 from ..records.toml_files import read_toml
@@ -26,7 +26,7 @@ from .user_operator import find_user_operator, load_user_operator
 if TYPE_CHECKING:
     from .operator import Operator
 
-_HINT = "the format is in docs/reference/kernel-toml.md"
+_HINT = f"the format is in {page('reference/kernel-toml')}"
 
 
 def _three_positive_integers(value: Any) -> Any:
@@ -147,7 +147,7 @@ def load_subject(text: str, *, time_limit: float | None = None) -> Subject:
             hint = (
                 f"did you mean {close[0]}?"
                 if close
-                else "give the path of a kernel.toml, see docs/reference/kernel-toml.md"
+                else f"give the path of a kernel.toml, see {page('reference/kernel-toml')}"
             )
             if file := _file_that_names(text, Path()):
                 hint = f"name its file: ./{file}"

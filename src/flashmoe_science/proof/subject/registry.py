@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ...errors import SubjectError
+from ...errors import SubjectError, page
 from ...operators import MODULES
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def find_operator(name: str) -> Operator:
         got = f"{type(operator).__name__} without {', '.join(lacking)}" if lacking else repr(operator)
         raise SubjectError(
             f"{module} must offer an object {attribute} that fits proof/subject/operator.py, got {got}",
-            hint="proof.custom_operator.CustomOperator has a default for most of it, see docs/reference/operators.md",
+            hint=f"CustomOperator has a default for most of it, see {page('reference/operators')}",
         )
     return operator
 
@@ -79,6 +79,6 @@ def module_at_revision(package: str, name: str) -> str:
 
 def _no_operator(name: str) -> SubjectError:
     near = difflib.get_close_matches(name, MODULES, n=1)
-    hint = f"ours are {', '.join(MODULES)}; your own is MODULE:OBJECT, see docs/reference/operators.md"
+    hint = f"ours are {', '.join(MODULES)}; your own is MODULE:OBJECT, see {page('reference/operators')}"
     hint = f"did you mean {near[0]}? {hint}" if near else hint
     return SubjectError(f"there is no operator called {name!r}", hint=hint)

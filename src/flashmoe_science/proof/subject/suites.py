@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ...errors import InputError, SubjectError, SuiteError
+from ...errors import InputError, SubjectError, SuiteError, page
 from ..records.evidence import Record
 from ..records.toml_files import read_toml
 from ..worker import in_worker
@@ -24,7 +24,7 @@ from .user_operator import cause_of, try_cases
 if TYPE_CHECKING:
     from .subject import Subject
 
-_HINT = "the format is in docs/reference/suites.md"
+_HINT = f"the format is in {page('reference/suites')}"
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,9 @@ def load_suite(name_or_path: str, *, timeout_s: float = 300.0) -> Suite:
     path = packaged.get(name_or_path, Path(name_or_path))
     if path.suffix != ".toml" and not path.exists():
         close = difflib.get_close_matches(name_or_path, packaged, n=1)
-        hint = f"did you mean {close[0]}?" if close else "give the path of a suite file, see docs/reference/suites.md"
+        hint = (
+            f"did you mean {close[0]}?" if close else f"give the path of a suite file, see {page('reference/suites')}"
+        )
         raise SuiteError(f"suite must be one of {', '.join(packaged)} or a file, got {name_or_path!r}", hint=hint)
     file = read_toml(path, _SuiteFile, SuiteError, hint=_HINT)
     return Suite(file.name, file.operator, file.description, _parse_cases(file, path, timeout_s), path)
@@ -101,7 +103,7 @@ def check_operator(suite: Suite, subject: Subject) -> None:
         return
     beside = subject.folder / "suite.toml"
     own = [name for name, path in list_suites().items() if operator_in(path) == subject.operator]
-    hint = f"--suite {' or '.join(own)}" if own else "docs/reference/suites.md says how to write one"
+    hint = f"--suite {' or '.join(own)}" if own else f"{page('reference/suites')} says how to write one"
     if beside.is_file() and beside.resolve() != suite.path.resolve():
         here = Path.cwd().resolve()
         found = beside.resolve()

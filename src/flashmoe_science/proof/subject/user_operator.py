@@ -21,7 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from ...errors import FlashmoeError, OperatorError, ProofError
+from ...errors import FlashmoeError, OperatorError, ProofError, page
 from ..worker import Emit, TaskResult, in_worker, run_task
 from .failure_hints import explain_import
 from .registry import find_operator, is_user_defined
@@ -29,7 +29,7 @@ from .registry import find_operator, is_user_defined
 if TYPE_CHECKING:
     from .operator import Operator
 
-_HINT = "the operator's own code does this; docs/reference/operators.md says what each of its methods returns"
+_HINT = f"the operator's own code does this; {page('reference/operators')} says what each of its methods returns"
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)')  # as faulthandler writes it
 _PACKAGE = Path(__file__).resolve().parents[2]
 _LIBRARIES = tuple({Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
