@@ -11,12 +11,25 @@ from flashmoe_science.errors import ProofError
 from flashmoe_science.proof.measure.cache import CacheFlush
 
 
+class Stream:
+    """Runs what it holds when the host waits for it, and not before."""
+
+    def __init__(self):
+        self.held = []
+
+    def synchronize(self):
+        while self.held:
+            self.held.pop(0)()
+
+
 class Driver:
-    """Notes what is asked of it, and answers ``code``."""
+    """Notes what is asked of it, and answers ``code``. A reset is made at once, whatever the stream still holds."""
 
     def __init__(self, code=0):
         self.code = code
         self.asked = []
+        self.stream = Stream()
+        self.lines = 0  # that stay
 
     def cuCtxSetLimit(self, limit, value):  # noqa: N802
         self.asked.append(("limit", limit, value.value))
@@ -24,6 +37,7 @@ class Driver:
 
     def cuCtxResetPersistingL2Cache(self):  # noqa: N802
         self.asked.append(("reset",))
+        self.lines = 0
         return self.code
 
 
@@ -31,6 +45,7 @@ class Driver:
 def flush_of(monkeypatch):
     def make(driver):
         monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: driver.stream)
         for name in ("full", "empty"):
             real = getattr(torch, name)
             monkeypatch.setattr(torch, name, lambda *a, real=real, **k: real(*a, **{**k, "device": "cpu"}))
@@ -51,9 +66,19 @@ def test_no_line_may_stay_and_other_memory_is_written_and_read(flush_of):
     assert flush._seen.item() == 1
 
 
+def test_lines_of_a_call_that_still_runs_do_not_stay_either(flush_of):
+    driver = Driver()
+    flush = flush_of(driver)
+    driver.stream.held.append(lambda: setattr(driver, "lines", 4096))
+    flush.flush()
+    driver.stream.synchronize()
+    assert driver.lines == 0
+
+
 def test_a_gpu_without_such_lines_is_asked_once(flush_of):
     driver = Driver(215)
     flush = flush_of(driver)
+    driver.stream.held.append(pytest.fail)  # there is nothing to wait for
     flush.flush()
     assert driver.asked == [("limit", 6, 0)]
 

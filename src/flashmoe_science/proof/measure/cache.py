@@ -29,8 +29,14 @@ class CacheFlush:
         self._can_persist = self._ask("cuCtxSetLimit", _PERSISTING_L2_CACHE_SIZE, ctypes.c_size_t(0))
 
     def flush(self) -> None:
-        """Write and read memory that nothing else uses, each twice the size of the cache. No line is left to write."""
-        self._can_persist = self._ask("cuCtxResetPersistingL2Cache")
+        """Write and read memory that nothing else uses, each twice the size of the cache. No line is left to write.
+
+        The host waits until the stream is empty, so nothing may be timed around this.
+        """
+        if self._can_persist:
+            # A reset does not wait in the stream: a call that still runs would ask for lines after it.
+            torch.cuda.current_stream().synchronize()
+            self._can_persist = self._ask("cuCtxResetPersistingL2Cache")
         self._written.fill_(2)
         torch.amax(self._read, 0, out=self._seen)
 
