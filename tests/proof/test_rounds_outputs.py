@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from flashmoe_science.proof.measure import allowed_error, rounds
 from flashmoe_science.proof.measure.fresh_values import FreshValues
 
 from .bench import Bench
+from .chain import SUBJECTS
 from .fake_operator import FakeOperator, Problem
 from .simulated import Doubling, implementation, loaded, make_baseline
 
@@ -158,6 +160,25 @@ def test_results_cached_late_by_pointer_and_version_are_found(honest_calls, leng
     bench.subject = loaded("ours", cached_late(bench.gpu, honest_calls), role="subject")
     assert "its answer after timing is wrong: it is off: error" in bench.run(["wall"]).arms["ours"].reason
     assert bench.rounds is None
+
+
+def test_the_subject_that_caches_late_begins_after_gate_quick_and_before_gate_bench_has_ended():
+    source = (SUBJECTS / "cached_late" / "cached_late.py").read_text()
+    honest = int(re.search(r"^HONEST_CALLS = (\d+)", source, re.MULTILINE)[1])  # type: ignore[index]
+    made = []
+    for times, count in ((["graph"], 5), (["graph", "wall"], 10)):  # as gate quick, and as its test on a GPU
+        bench = Bench()
+        plain, calls = implementation(bench.gpu, seconds=2e-6), []
+
+        def entry(x, bench=bench, plain=plain, calls=calls):
+            calls.append(bench.gpu.capturing is None)
+            return plain(x)
+
+        bench.subject = loaded("ours", entry, role="subject")
+        assert bench.run(times, rounds=count).result["input_sets"] == 64
+        made.append(sum(calls))
+    quick, bench_calls = made
+    assert 1.2 * quick < honest < bench_calls - 2 * 64  # each set's result is kept once, and asked for again
 
 
 def test_results_that_are_cached_while_the_clock_runs_are_found(monkeypatch):

@@ -7,6 +7,7 @@ import shutil
 import sys
 
 import pytest
+import torch
 
 from flashmoe_science.errors import SubjectError
 from flashmoe_science.proof.gates import chain
@@ -113,6 +114,20 @@ def check_here(name, case, device="cpu", capture=None):
 def test_caught_in_a_stress_draw(name):
     with pytest.raises(WrongResultError, match=STRESSED[name]):
         check_here(name, TWO)
+
+
+def test_results_kept_by_16_elements_are_wrong_in_a_stress_draw():
+    """As the kernel of ``keyed_by_content`` keeps them: draws share the values of q that others leave alone."""
+    right, kept = load_entry(load_subject(str(SUBJECTS / "honest_torch"))), {}
+
+    def attend(q, k, v, **options):
+        picked = q.contiguous().flatten()[torch.arange(16) * (q.numel() // 16)]
+        return kept.setdefault((q.shape, tuple(picked.tolist())), right(q, k, v, **options)).clone()
+
+    operator, problem = load_operator("attention"), TWO.problem
+    check_case(operator, attend, problem, device="cpu", seed=5, deterministic=False)
+    with pytest.raises(WrongResultError, match="stress draw"):
+        check_stress(operator, attend, problem, device="cpu", seed=5, not_served=(), passed=set())
 
 
 @pytest.mark.parametrize("name", HONEST[:1])

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from flashmoe_science.operators.attention import OPERATOR
 from flashmoe_science.proof.records.evidence import Settings
 
 from .chain import (
@@ -129,15 +130,23 @@ def test_work_on_another_stream_is_caught_at_gate_bench():
 
 
 def test_results_cached_late_are_caught_at_gate_bench():
-    record = prove("cached_late", MEDIUM, settings=FEW.model_copy(update={"times": ["graph", "wall"]}))
+    record = prove("cached_late", MEDIUM, settings=FEW.model_copy(update={"times": ["graph", "wall"], "rounds": 10}))
     assert statuses(record) == until("bench"), story(record)
     assert "answer" in gate_of(record, "bench").summary
 
 
-def test_results_kept_by_content_are_caught_at_gate_bench():
-    record = prove("keyed_by_content", MEDIUM, settings=FEW.model_copy(update={"times": ["graph", "wall"]}))
-    assert statuses(record) == until("bench"), story(record)
-    assert "where most values are those of the call before" in gate_of(record, "bench").summary, story(record)
+def test_results_kept_by_content_are_caught_at_gate_correct_where_stress_draws_share_values():
+    record = prove("keyed_by_content", MEDIUM)
+    assert statuses(record) == until("correct"), story(record)
+    assert "stress draw" in gate_of(record, "correct").summary, story(record)
+
+
+def test_results_kept_by_content_are_caught_at_gate_quick_where_few_values_are_new():
+    request = attention_request("keyed_by_content", MEDIUM, settings=FEW)
+    subject = replace(request.subject, not_served=tuple(OPERATOR.stress_draws))
+    record = run_chain(replace(request, subject=subject))
+    assert statuses(record) == until("quick"), story(record)
+    assert "where most values are those of the call before" in gate_of(record, "quick").summary, story(record)
 
 
 @pytest.mark.parametrize(
