@@ -46,7 +46,13 @@ from flashmoe_science.integrations.flash_attn import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
+from flashmoe_science.integrations.flash_attn_3 import (
+    flash_attn_combine,
+    flash_attn_func as fa3_func,
+    flash_attn_with_kvcache as fa3_with_kvcache,
+)
 from flashmoe_science.integrations.sdpa import scaled_dot_product_attention
+from flashmoe_science.integrations.vllm_flash_attn import flash_attn_varlen_func as vllm_varlen_func
 from flashmoe_science.moe import reference as moe_reference
 from flashmoe_science.moe.backward.api import fused_moe_backward
 
@@ -189,6 +195,38 @@ def of_flash_attn_cache() -> Arguments:
     }  # fmt: skip
 
 
+def of_vllm() -> Arguments:
+    return {
+        "q": half(7, 4, 8), "k": half(3, 4, 2, 8), "v": half(3, 4, 2, 4), "max_seqlen_q": 4,
+        "cu_seqlens_q": ints(0, 3, 7), "max_seqlen_k": 5, "cu_seqlens_k": None, "seqused_k": ints(4, 5), "q_v": None,
+        "softmax_scale": None, "causal": True, "window_size": None, "softcap": 0.0, "alibi_slopes": None,
+        "block_table": ints(0, 1, 2, 0).view(2, 2), "return_softmax_lse": True, "out": None, "num_splits": 0,
+        "fa_version": 2, "s_aux": half(4), "cp_world_size": 1, "k_descale": None,
+    }  # fmt: skip
+
+
+def of_fa3() -> Arguments:
+    return {
+        "q": half(2, 3, 4, 8), "k": half(2, 5, 2, 8), "v": half(2, 5, 2, 4), "softmax_scale": None, "causal": False,
+        "qv": None, "window_size": (-1, -1), "attention_chunk": 0, "softcap": 0.0, "num_splits": 1, "pack_gqa": None,
+        "sm_margin": 0, "return_attn_probs": False,
+    }  # fmt: skip
+
+
+def of_fa3_cache() -> Arguments:
+    return {
+        "q": half(2, 1, 4, 8), "k_cache": half(2, 6, 2, 8), "v_cache": half(2, 6, 2, 8), "k": half(2, 1, 2, 8),
+        "v": half(2, 1, 2, 8), "qv": None, "rotary_cos": half(8, 2), "rotary_sin": half(8, 2),
+        "cache_seqlens": ints(3, 5), "cache_leftpad": None, "page_table": None, "cu_seqlens_q": None,
+        "max_seqlen_q": None, "softmax_scale": None, "causal": True, "window_size": (-1, -1), "num_splits": 0,
+        "return_softmax_lse": False,
+    }  # fmt: skip
+
+
+def of_combine() -> Arguments:
+    return {"out_partial": torch.randn(3, 2, 4, 5, 8), "lse_partial": torch.randn(3, 2, 4, 5), "out": None}
+
+
 def exactly(given: Arguments) -> Arguments:
     return {name: value.double() if is_real(value) else value for name, value in given.items()}
 
@@ -311,6 +349,12 @@ def flash_attn_cache(given: Arguments) -> Any:
     return (found[0].transpose(1, 2), found[1]) if isinstance(found, tuple) else found.transpose(1, 2)
 
 
+def combined(given: Arguments) -> Any:
+    outs, lses = (given[name].double().transpose(2, 3).unbind() for name in ("out_partial", "lse_partial"))
+    o, lse = merge_reference(outs, lses, dtype=torch.float64)
+    return o.transpose(1, 2), lse.transpose(1, 2)
+
+
 ENTRIES: dict[str, tuple[Callable[..., Any], Callable[[], Arguments], Callable[[Arguments], Any] | None]] = {
     "flash_attention": (flash_attention, of_attention, attended),
     "flash_attention plain": (flash_attention, of_plain, attended),
@@ -333,6 +377,10 @@ ENTRIES: dict[str, tuple[Callable[..., Any], Callable[[], Arguments], Callable[[
     "flash_attn": (flash_attn_func, of_flash_attn, flash_attn),
     "flash_attn varlen": (flash_attn_varlen_func, of_flash_attn_packed, flash_attn_packed),
     "flash_attn cache": (flash_attn_with_kvcache, of_flash_attn_cache, flash_attn_cache),
+    "vllm varlen": (vllm_varlen_func, of_vllm, None),
+    "fa3": (fa3_func, of_fa3, None),
+    "fa3 cache": (fa3_with_kvcache, of_fa3_cache, None),
+    "fa3 combine": (flash_attn_combine, of_combine, combined),
     "flash_attn qkvpacked": (
         flash_attn_qkvpacked_func, lambda: {"qkv": half(2, 3, 3, 4, 8), "causal": True}, flash_attn,
     ),

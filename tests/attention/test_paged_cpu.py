@@ -163,7 +163,11 @@ LENGTHS: dict[str, tuple[dict[str, Any], str]] = {
         "max_seqlen_k must be at least 7, the length of sequence 1, got 6",
     ),
     "backwards": ({"cu_seqlens_k": ints(0, 7, 6)}, "cu_seqlens_k must not decrease, got 7 and then 6 at index 2"),
-    "used beyond its length": ({"seqused_k": ints(6, 7)}, "seqused_k must be from 0 to 5 at index 0, got 6"),
+    "a negative length": ({"seqused_k": ints(-1, 7)}, "seqused_k must be from 0 at index 0, got -1"),
+    "more used keys than the maximum": (
+        {"seqused_k": ints(5, 8)},
+        "max_seqlen_k must be at least 8, the length of sequence 1, got 7",
+    ),
 }
 
 
@@ -191,6 +195,8 @@ def test_pages_that_nobody_sees_are_not_checked():
     assert torch.equal(
         flash_attention_varlen(**places), flash_attention_varlen(**{**places, "cu_seqlens_k": ints(0, 5, 12)})
     )
+    used = {**places, "cu_seqlens_k": ints(9, 0, -4), "seqused_k": ints(5, 7)}  # not even these
+    assert torch.equal(flash_attention_varlen(**places), flash_attention_varlen(**used))
 
 
 def test_dropout_and_gradients_are_refused_by_name():

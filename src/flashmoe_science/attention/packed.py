@@ -162,7 +162,7 @@ def _check_side(
     starts = cu_seqlens.tolist()
     name = f"cu_seqlens_{side}"
     places = []
-    if side == "k" and tokens is not None and seqused is not None:
+    if side == "k" and seqused is not None:
         return _check_used_keys(tokens, starts, longest, seqused.tolist())
     if tokens is not None and (starts[0] < 0 or starts[-1] > tokens):
         raise InputError(f"{name} must be from 0 to {tokens}, the tokens of {side}, got {starts[0]} to {starts[-1]}")
@@ -180,13 +180,17 @@ def _check_side(
     return places
 
 
-def _check_used_keys(tokens: int, starts: list[int], longest: int, used: list[int]) -> list[tuple[int, int]]:
-    """Check keys of which lengths say where they end: sequences lie in any order, and may share keys."""
+def _check_used_keys(tokens: int | None, starts: list[int], longest: int, used: list[int]) -> list[tuple[int, int]]:
+    """Check keys of which lengths say where they end: sequences lie in any order, and may share keys.
+
+    In pages, where ``tokens`` is None, it counts for nothing where they start.
+    """
     for b, (start, length) in enumerate(zip(starts, used, strict=False)):
-        if not 0 <= start <= tokens:
+        if tokens is not None and not 0 <= start <= tokens:
             raise InputError(f"cu_seqlens_k must be from 0 to {tokens}, the tokens of k, got {start} at index {b}")
-        if not 0 <= length <= tokens - start:
-            raise InputError(f"seqused_k must be from 0 to {tokens - start} at index {b}, got {length}")
+        if length < 0 or (tokens is not None and length > tokens - start):
+            most = "" if tokens is None else f" to {tokens - start}"
+            raise InputError(f"seqused_k must be from 0{most} at index {b}, got {length}")
         if length > longest:
             raise InputError(f"max_seqlen_k must be at least {length}, the length of sequence {b}, got {longest}")
     return [(start, start + length) for start, length in zip(starts, used, strict=False)]

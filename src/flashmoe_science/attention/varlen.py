@@ -77,7 +77,7 @@ def flash_attention_varlen(
         cu_seqlens_q: ``[B + 1]`` int32, contiguous, on the device of q: where sequences start in q, and where the last
             one ends. A sequence may be empty.
         cu_seqlens_k: ``[B + 1]`` int32, the same of k and v. With ``page_table`` only the differences count: the keys
-            of each sequence.
+            of each sequence; with ``seqused_k`` too, nothing does.
         max_seqlen_q: queries of the longest sequence, or more. Most grids are of it: a longer one may not be finished.
         max_seqlen_k: keys of the longest sequence, or more. It decides tiles; a window as wide as it is dropped.
         causal: as in ``flash_attention``, like the other options.

@@ -367,3 +367,28 @@ def _translated(error: InputError | UnsupportedError, names: Mapping[str, str]) 
         for text in (str(error).partition("\nhint: ")[0], error.hint)
     )
     return type(error)(message, hint=hint)
+
+
+def refuse_given(**options: object) -> None:
+    """Raise ``UnsupportedError`` for an option that is given but not served: one that is not None."""
+    for name, value in options.items():
+        if value is not None:
+            said = "a tensor" if isinstance(value, Tensor) else shown(value)
+            raise UnsupportedError(f"{name} is not served, got {said}")
+
+
+def write_out(out: Any, found: Any) -> Any:
+    """Return what a call gives, o or o and LSE, with o written to ``out`` where that is given.
+
+    Raises ``InputError`` where ``out`` does not fit o. ``found`` was computed before: ``out`` may be q.
+    """
+    if out is None:
+        return found
+    o = found[0] if isinstance(found, tuple) else found
+    check_tensor("out", out)
+    if out.shape != o.shape or out.dtype != o.dtype or out.device != o.device:
+        expected = f"shape, dtype and device of the output, {list(o.shape)}, {o.dtype} and {o.device}"
+        raise InputError(f"out must have {expected}, got {list(out.shape)}, {out.dtype} and {out.device}")
+    with torch.no_grad():
+        out.copy_(o)
+    return (out, *found[1:]) if isinstance(found, tuple) else out

@@ -1,0 +1,282 @@
+"""The functions of FlashAttention-3's ``flash_attn_interface``, served by our kernels.
+
+``import flashmoe_science.integrations.flash_attn_3 as flash_attn_interface`` serves code that calls them. What is not
+served raises ``UnsupportedError`` by name. Options that tune FlashAttention-3's kernels change nothing here:
+``pack_gqa``, ``deterministic``, ``scheduler_metadata``, and ``num_splits`` without a cache; so do the descales where
+nothing is fp8, as there. Rows that see no key have an LSE of -inf, there +inf.
+
+Source: hopper/flash_attn_interface.py of Dao-AILab/flash-attention at 0251105 for the signatures.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..attention.api import flash_attention
+from ..attention.decode.api import flash_attention_with_kv_cache
+from ..attention.decode.merge import merge_attention_states
+from ..attention.varlen import flash_attention_varlen
+from ..errors import InputError, UnsupportedError
+from .arguments import (
+    as_flag,
+    as_scale,
+    as_softcap,
+    as_window,
+    call_by_names,
+    check_count,
+    check_kinds,
+    contiguous_columns,
+    forward_only,
+    plain,
+    refuse_given,
+    write_out,
+)
+
+__all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
+
+_CACHE_NAMES = {"leftpad_k": "cache_leftpad", "seqused_k": "cache_seqlens"}
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,  # noqa: ARG001 - nothing is fp8; so the next two
+    k_descale: Tensor | None = None,  # noqa: ARG001
+    v_descale: Tensor | None = None,  # noqa: ARG001
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attend ``q`` ``[B, Sq, H, D]`` to ``k`` and ``v`` ``[B, Sk, HK, D]``; see ``flash_attention``.
+
+    Returns:
+        o ``[B, Sq, H, DV]``; with ``return_attn_probs`` the pair of o and lse ``[B, H, Sq]`` fp32.
+    """
+    refuse_given(qv=qv)
+    options = _options(softmax_scale, causal, window_size, softcap)
+    _check_tuning(attention_chunk, num_splits, pack_gqa, deterministic, sm_margin)
+    return_lse = as_flag("return_attn_probs", return_attn_probs)
+    check_kinds(q=q, k=k, v=v)
+    q, k, v = _turned(q=q, k=k, v=v)
+    result = flash_attention(q, k, v, return_lse=return_lse, **options)
+    return (result[0].transpose(1, 2), result[1]) if return_lse else result.transpose(1, 2)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,  # noqa: ARG001 - nothing is fp8; so the next two
+    k_descale: Tensor | None = None,  # noqa: ARG001
+    v_descale: Tensor | None = None,  # noqa: ARG001
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attend packed sequences ``[T, H, D]``; see ``flash_attention_varlen``.
+
+    Returns:
+        o ``[Tq, H, DV]``; with ``return_attn_probs`` the pair of o and lse ``[H, Tq]`` fp32.
+    """
+    refuse_given(qv=qv)
+    options = _options(softmax_scale, causal, window_size, softcap)
+    _check_tuning(attention_chunk, num_splits, pack_gqa, deterministic, sm_margin)
+    check_kinds(q=q, k=k, v=v)
+    return flash_attention_varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, plain(max_seqlen_q), plain(max_seqlen_k), seqused_q=seqused_q,
+        seqused_k=seqused_k, return_lse=as_flag("return_attn_probs", return_attn_probs), **options,
+    )  # fmt: skip
+
+
+def flash_attn_combine(
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Merge results over disjoint keys; see ``merge_attention_states``.
+
+    Args:
+        out_partial: ``[splits, B, S, H, D]`` fp32.
+        lse_partial: ``[splits, B, S, H]`` fp32.
+        out: where o is written, in the dtype that is asked for.
+        out_dtype: of o. Default: fp32.
+
+    Returns:
+        o ``[B, S, H, D]`` and lse ``[B, S, H]`` fp32.
+    """
+    given: tuple[tuple[str, Any, int], ...] = (("out_partial", out_partial, 5), ("lse_partial", lse_partial, 4))
+    for name, tensor, axes in given:
+        check_kinds(**{name: tensor})
+        if not isinstance(tensor, Tensor) or tensor.dim() != axes or tensor.dtype != torch.float32:
+            raise InputError(f"{name} must be a float32 tensor of {axes} dimensions")
+    names = {"outs": "out_partial", "lses": "lse_partial"}
+    o, lse = call_by_names(merge_attention_states, names, out_partial.transpose(2, 3), lse_partial.transpose(2, 3))
+    o = o.transpose(1, 2).to(out_dtype or torch.float32)
+    found: tuple[Tensor, Tensor] = write_out(out, (o, lse.transpose(1, 2)))
+    return found
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,  # noqa: ARG001 - nothing is fp8; so the next two
+    k_descale: Tensor | None = None,  # noqa: ARG001
+    v_descale: Tensor | None = None,  # noqa: ARG001
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,  # noqa: ARG001 - kernels plan on the device
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """Append k and v ``[B, Sn, HK, D]`` to the caches and attend q ``[B, Sq, H, D]`` to them.
+
+    Caches are ``[B, S, HK, D]``, or ``[pages, page_size, HK, D]`` with ``page_table`` ``[B, P]``. See
+    ``flash_attention_with_kv_cache``. With ``cu_seqlens_q`` q is packed, ``[Tq, H, D]``: over pages, without new keys
+    (``flash_attention_varlen``). With ``qv`` ``[B, Sq, H, DV]`` scores are ``q . k + qv . v`` (MLA): where each row of
+    ``v_cache`` lies right before that of ``k_cache``, in one tensor.
+
+    Returns:
+        o in the shape of q with DV columns; with ``return_softmax_lse`` the pair of o and lse ``[B, H, Sq]``, packed
+        ``[H, Tq]``.
+    """
+    refuse_given(cu_seqlens_k_new=cu_seqlens_k_new, rotary_seqlens=rotary_seqlens)
+    options = _options(softmax_scale, causal, window_size, softcap)
+    _check_tuning(attention_chunk, num_splits, pack_gqa, False, sm_margin)  # noqa: FBT003 - there is no such option
+    options["return_lse"] = return_lse = as_flag("return_softmax_lse", return_softmax_lse)
+    check_kinds(q=q, k=k, v=v, qv=qv)
+    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "qv": qv}
+    if cu_seqlens_q is not None:
+        only_dense = {
+            "k": k, "v": v, "qv": qv, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin,
+            "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad,
+        }  # fmt: skip
+        _refuse_with_packed(only_dense, page_table, cache_seqlens, max_seqlen_q)
+        assert page_table is not None
+        most_queries: Any = plain(max_seqlen_q)
+        longest = page_table.shape[-1] * k_cache.shape[1]
+        return forward_only(
+            "a cache", given,
+            lambda: call_by_names(
+                flash_attention_varlen, {"seqused_k": "cache_seqlens", "k": "k_cache", "v": "v_cache"},
+                contiguous_columns(q), k_cache, v_cache, cu_seqlens_q, cu_seqlens_q, most_queries, longest,
+                seqused_k=cache_seqlens, page_table=page_table, **options,
+            ),
+        )  # fmt: skip
+    if qv is not None:
+        q, k_cache, v_cache = _absorbed(q, qv, k_cache, v_cache)
+    queries, new_k, new_v = _turned(q=q, k=k, v=v)
+    result = forward_only(
+        "a cache", given,
+        lambda: call_by_names(
+            flash_attention_with_kv_cache, _CACHE_NAMES, queries, k_cache, v_cache, new_k, new_v,
+            cache_seqlens=cache_seqlens, page_table=contiguous_columns(page_table),
+            cache_batch_idx=contiguous_columns(cache_batch_idx), leftpad_k=cache_leftpad, rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin, rotary_interleaved=as_flag("rotary_interleaved", rotary_interleaved),
+            num_splits=plain(num_splits), **options,
+        ),
+    )  # fmt: skip
+    return (result[0].transpose(1, 2), result[1]) if return_lse else result.transpose(1, 2)
+
+
+def _options(softmax_scale: object, causal: object, window_size: object, softcap: object) -> dict[str, Any]:
+    return {
+        "softmax_scale": as_scale("softmax_scale", softmax_scale),
+        "causal": as_flag("causal", causal),
+        "window": as_window("window_size", window_size),
+        "softcap": as_softcap("softcap", softcap),
+    }
+
+
+def _check_tuning(
+    attention_chunk: object, num_splits: object, pack_gqa: object, deterministic: object, sm_margin: object
+) -> None:
+    """Check what changes nothing here, and refuse what would change something."""
+    refuse_given(attention_chunk=plain(attention_chunk) or None, sm_margin=plain(sm_margin) or None)
+    check_count("num_splits", plain(num_splits))
+    as_flag("pack_gqa", pack_gqa)
+    as_flag("deterministic", deterministic)
+
+
+def _turned(**given: Any) -> list[Any]:
+    """Return tensors ``[B, S, H, D]`` as ``[B, H, S, D]``. Raises ``InputError``."""
+    for name, tensor in given.items():
+        if tensor is not None and (not isinstance(tensor, Tensor) or tensor.dim() != 4):
+            raise InputError(f"{name} must be a torch.Tensor of 4 dimensions [B, S, H, D]")
+    return [None if tensor is None else contiguous_columns(tensor).transpose(1, 2) for tensor in given.values()]
+
+
+def _refuse_with_packed(
+    only_dense: dict[str, Any], page_table: object, cache_seqlens: object, max_seqlen_q: object
+) -> None:
+    for name, value in only_dense.items():
+        if value is not None:
+            raise UnsupportedError(f"{name} is not served with cu_seqlens_q", hint="pass queries [B, Sq, H, D]")
+    if not isinstance(page_table, Tensor):
+        raise UnsupportedError("cu_seqlens_q is served with a page_table only", hint="pass queries [B, Sq, H, D]")
+    if not isinstance(cache_seqlens, Tensor) or max_seqlen_q is None:
+        raise InputError("cache_seqlens must be a tensor and max_seqlen_q a number with cu_seqlens_q")
+
+
+def _absorbed(q: Any, qv: Any, k_cache: Any, v_cache: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries and caches of ``q . k + qv . v`` as of one product, where values and keys lie in one row."""
+    kinds = [isinstance(tensor, Tensor) and tensor.dim() == 4 for tensor in (q, qv, k_cache, v_cache)]
+    if not all(kinds) or qv.shape != (*q.shape[:3], v_cache.shape[3]):
+        raise InputError("qv must be a torch.Tensor [B, Sq, H, DV], as many columns as v_cache")
+    columns = v_cache.shape[3]
+    side_by_side = (
+        k_cache.stride() == v_cache.stride()
+        and k_cache.shape[:3] == v_cache.shape[:3]
+        and k_cache.untyped_storage().data_ptr() == v_cache.untyped_storage().data_ptr()
+        and k_cache.storage_offset() == v_cache.storage_offset() + columns
+    )
+    if not side_by_side:
+        raise UnsupportedError(
+            "qv is served where k_cache and v_cache are columns of one tensor, values first",
+            hint="as of MLA: cache[..., 512:] and cache[..., :512]",
+        )
+    both = v_cache.as_strided((*v_cache.shape[:3], columns + k_cache.shape[3]), v_cache.stride())
+    return torch.cat([qv, q], -1), both, both[..., :columns]

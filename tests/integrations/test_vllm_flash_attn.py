@@ -1,0 +1,272 @@
+"""Code written for vLLM's flash-attention, and for FlashAttention-3: names, defaults, and what they return."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+from flashmoe_science import (
+    InputError,
+    UnsupportedError,
+    flash_attention,
+    flash_attention_varlen,
+    flash_attention_with_kv_cache,
+)
+from flashmoe_science.attention import reference
+from flashmoe_science.integrations import flash_attn_3, vllm_flash_attn
+from flashmoe_science.integrations.vllm_flash_attn import flash_attn_varlen_func
+
+_OPTIONS = (
+    "softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1), "
+    "attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, "
+    "return_attn_probs=False"
+)
+# (module, function): names, order and defaults.
+SIGNATURES: dict[tuple[Any, str], str] = {
+    # vllm_flash_attn/flash_attn_interface.py of vllm-project/flash-attention at 617264c1c795.
+    (vllm_flash_attn, "flash_attn_varlen_func"): (
+        "q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k=None, seqused_k=None, q_v=None, "
+        "dropout_p=0.0, softmax_scale=None, causal=False, window_size=None, softcap=0.0, alibi_slopes=None, "
+        "deterministic=False, return_attn_probs=False, block_table=None, return_softmax_lse=False, out=None, "
+        "scheduler_metadata=None, q_descale=None, k_descale=None, v_descale=None, num_splits=0, fa_version=2, "
+        "s_aux=None, cp_world_size=1, cp_rank=0, cp_tot_seqused_k=None"
+    ),
+    # hopper/flash_attn_interface.py of Dao-AILab/flash-attention at 0251105a2fb1.
+    (flash_attn_3, "flash_attn_func"): f"q, k, v, {_OPTIONS}",
+    (flash_attn_3, "flash_attn_varlen_func"): (
+        f"q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None, {_OPTIONS}"
+    ),
+    (flash_attn_3, "flash_attn_combine"): "out_partial, lse_partial, out=None, out_dtype=None",
+    (flash_attn_3, "flash_attn_with_kvcache"): (
+        "q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, "
+        "cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None, "
+        "max_seqlen_q=None, rotary_seqlens=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, "
+        "causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True, "
+        "scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False"
+    ),
+}
+
+
+@pytest.mark.parametrize(("module", "name"), SIGNATURES, ids=lambda part: getattr(part, "__name__", part))
+def test_signatures(module, name):
+    parameters = inspect.signature(getattr(module, name)).parameters.values()
+    found = ", ".join(str(parameter.replace(annotation=parameter.empty)) for parameter in parameters)
+    assert found == SIGNATURES[module, name]
+    assert name in module.__all__
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def mixed(**changes: Any) -> dict[str, Any]:
+    """Return a call of vLLM's: a prompt, a single token, a sequence without queries, a chunk."""
+    generator = torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, 40, 8, 2, 16, generator=generator).unbind()
+    table = torch.randperm(40, generator=generator)[:20].view(4, 5).int()
+    table[2] = -1
+    call = {
+        "q": torch.randn(12, 4, 16, generator=generator), "k": k, "v": v, "max_seqlen_q": 7,
+        "cu_seqlens_q": ints(0, 4, 5, 5, 12), "max_seqlen_k": 30, "seqused_k": ints(4, 21, 0, 30),
+        "block_table": table, "causal": True,
+    }  # fmt: skip
+    return {**call, **changes}
+
+
+def expected_of(call: dict[str, Any], **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    lengths = call["seqused_k"]
+    return reference.attention_varlen(
+        call["q"], call["k"], call["v"], cu_seqlens_q=call["cu_seqlens_q"],
+        cu_seqlens_k=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int(), page_table=call["block_table"],
+        causal=call["causal"], **options,
+    )  # fmt: skip
+
+
+def test_a_step_of_vllm():
+    call = mixed(
+        softmax_scale=0.3, window_size=[9, -1], softcap=2.0, s_aux=torch.randn(4), fa_version=3, num_splits=0,
+        scheduler_metadata=ints(1, 2), q_descale=torch.ones(4, 2), k_descale=torch.ones(4, 2),
+        v_descale=torch.ones(4, 2),
+    )  # fmt: skip
+    out = torch.full((12, 4, 16), torch.nan)
+    given = {name: value for name, value in call.items() if name != "out"}
+    found, lse = flash_attn_varlen_func(**given, out=out, return_softmax_lse=True)
+    expected, expected_lse = expected_of(call, softmax_scale=0.3, window=(9, -1), softcap=2.0, sinks=call["s_aux"])
+    assert found is out
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, expected_lse)
+
+
+def test_out_may_be_a_view_or_the_queries():
+    call = mixed()
+    expected, _ = expected_of(call)
+    wide = torch.full((12, 4, 32), torch.nan)
+    assert flash_attn_varlen_func(**call, out=wide[..., 16:]).data_ptr() == wide[..., 16:].data_ptr()
+    torch.testing.assert_close(wide[..., 16:], expected)
+    assert wide[..., :16].isnan().all()
+    flash_attn_varlen_func(**call, out=call["q"])
+    torch.testing.assert_close(call["q"], expected)
+
+
+def test_packed_keys_without_pages():
+    q, k, v = torch.randn(9, 4, 16), torch.randn(11, 2, 16), torch.randn(11, 2, 16)
+    starts_q, starts_k = ints(0, 4, 9), ints(0, 5, 11)
+    slopes = torch.rand(4)
+    found = flash_attn_varlen_func(q, k, v, 5, starts_q, 6, starts_k, causal=True, alibi_slopes=slopes)
+    expected = flash_attention_varlen(q, k, v, starts_q, starts_k, 5, 6, causal=True, alibi=slopes)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"q_v": torch.ones(1)}, UnsupportedError, "q_v is not served, got a tensor"),
+        ({"cp_world_size": 2}, UnsupportedError, "cp_world_size is not served, got 2"),
+        ({"cp_rank": 1}, UnsupportedError, "cp_rank is not served, got 1"),
+        ({"cp_tot_seqused_k": ints(1)}, UnsupportedError, "cp_tot_seqused_k is not served, got a tensor"),
+        ({"return_attn_probs": True}, UnsupportedError, "return_attn_probs is not served, got True"),
+        ({"num_splits": 4}, UnsupportedError, "num_splits is not served, got 4"),
+        ({"num_splits": -1}, InputError, "num_splits must be an integer from 0 to"),
+        ({"fa_version": 5}, InputError, "fa_version must be one of 2, 3, 4, got 5"),
+        ({"window_size": [1]}, InputError, "window_size must be two integers"),
+        ({"cu_seqlens_k": ints(0, 4, 25, 25, 55)}, InputError, "seqused_k must be None with cu_seqlens_k, got both"),
+        ({"seqused_k": None}, InputError, "seqused_k must be given with a block_table, got None"),
+        ({"block_table": None}, UnsupportedError, "seqused_k needs a block_table, got None"),
+        ({"block_table": None, "seqused_k": None}, InputError, "cu_seqlens_k or seqused_k must be given, got None"),
+        ({"s_aux": torch.ones(3)}, InputError, r"s_aux must have shape \[H\] = \[4\], got \[3\]"),
+        ({"block_table": torch.ones(3, 5).int()}, InputError, "block_table must have shape"),
+        ({"out": torch.ones(12, 4, 8)}, InputError, r"out must have shape, dtype and device of the output"),
+        ({"out": 3}, InputError, "out must be a torch.Tensor, got int"),
+    ],
+)  # fmt: skip
+def test_what_is_not_served_is_refused_by_name(changes, error, message):
+    flash_attn_varlen_func(**mixed())
+    with pytest.raises(error, match=message):
+        flash_attn_varlen_func(**mixed(**changes))
+
+
+def test_dense_and_packed_functions_of_fa3():
+    q, k, v = torch.randn(2, 5, 4, 16), torch.randn(2, 7, 2, 16), torch.randn(2, 7, 2, 8)
+    expected, expected_lse = flash_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), causal=True, window=(3, -1), softcap=2.0, return_lse=True
+    )
+    o, lse = flash_attn_3.flash_attn_func(
+        q, k, v, causal=True, window_size=(3, -1), softcap=2.0, num_splits=3, pack_gqa=True, deterministic=True,
+        q_descale=torch.ones(2, 2), return_attn_probs=True,
+    )  # fmt: skip
+    torch.testing.assert_close(o, expected.transpose(1, 2))
+    torch.testing.assert_close(lse, expected_lse)
+    starts_q, starts_k = ints(0, 5, 10), ints(0, 7, 14)
+    flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))
+    packed = flash_attn_3.flash_attn_varlen_func(
+        flat_q, flat_k, flat_v, starts_q, starts_k, 5, 7, seqused_k=ints(7, 7), causal=True, window_size=(3, -1),
+        softcap=2.0,
+    )  # fmt: skip
+    torch.testing.assert_close(packed, o.flatten(0, 1))
+    leaf = q.clone().requires_grad_()
+    flash_attn_3.flash_attn_func(leaf, k, v).sum().backward()
+    assert leaf.grad is not None
+
+
+def cached(**changes: Any) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(2, 2, heads, 16, generator=generator) for heads in (4, 2, 2))
+    caches = torch.randn(2, 10, 4, 2, 16, generator=generator)
+    call = {
+        "q": q, "k_cache": caches[0], "v_cache": caches[1], "k": k, "v": v, "cache_seqlens": ints(3, 9),
+        "page_table": torch.randperm(10, generator=generator)[:8].view(2, 4).int(), "causal": True,
+    }  # fmt: skip
+    return {**call, **changes}
+
+
+def test_a_cache_of_fa3():
+    angles = torch.randn(16, 4)
+    call = cached(rotary_cos=angles.cos(), rotary_sin=angles.sin(), rotary_interleaved=False)
+    copies = {name: call[name].clone() for name in ("k_cache", "v_cache")}
+    expected, expected_lse = flash_attention_with_kv_cache(
+        call["q"].transpose(1, 2), copies["k_cache"], copies["v_cache"], call["k"].transpose(1, 2),
+        call["v"].transpose(1, 2), cache_seqlens=call["cache_seqlens"], page_table=call["page_table"], causal=True,
+        rotary_cos=call["rotary_cos"], rotary_sin=call["rotary_sin"], return_lse=True,
+    )  # fmt: skip
+    o, lse = flash_attn_3.flash_attn_with_kvcache(
+        **call, scheduler_metadata=ints(1), num_splits=2, pack_gqa=False, return_softmax_lse=True
+    )
+    torch.testing.assert_close(o, expected.transpose(1, 2))
+    torch.testing.assert_close(lse, expected_lse)
+    assert all(torch.equal(call[name], copy) for name, copy in copies.items())
+
+
+def test_packed_queries_over_a_cache_of_fa3():
+    call = mixed()
+    o, lse = flash_attn_3.flash_attn_with_kvcache(
+        call["q"], call["k"], call["v"], cache_seqlens=call["seqused_k"], page_table=call["block_table"],
+        cu_seqlens_q=call["cu_seqlens_q"], max_seqlen_q=7, causal=True, return_softmax_lse=True,
+    )  # fmt: skip
+    expected, expected_lse = expected_of(call)
+    torch.testing.assert_close(o, expected)
+    torch.testing.assert_close(lse, expected_lse)
+
+
+def test_qv_of_mla():
+    """Values that lie right before the keys, as vLLM splits the cache of MLA."""
+    generator = torch.Generator().manual_seed(2)
+    cache = torch.randn(6, 8, 1, 40, generator=generator)
+    q, qv = torch.randn(2, 1, 4, 8, generator=generator), torch.randn(2, 1, 4, 32, generator=generator)
+    given: dict[str, Any] = {
+        "cache_seqlens": ints(5, 20),
+        "page_table": torch.randperm(6, generator=generator).view(2, 3).int(),
+    }
+    found = flash_attn_3.flash_attn_with_kvcache(q, cache[..., 32:], cache[..., :32], qv=qv, **given)
+    both = torch.cat([qv, q], -1).transpose(1, 2)
+    expected = flash_attention_with_kv_cache(both, cache, cache[..., :32].clone(), **given)
+    torch.testing.assert_close(found, expected.transpose(1, 2))
+    with pytest.raises(UnsupportedError, match="qv is served where k_cache and v_cache are columns of one tensor"):
+        flash_attn_3.flash_attn_with_kvcache(q, cache[..., 32:].clone(), cache[..., :32], qv=qv, **given)
+    with pytest.raises(InputError, match=r"qv must be a torch.Tensor \[B, Sq, H, DV\]"):
+        flash_attn_3.flash_attn_with_kvcache(q, cache[..., 32:], cache[..., :32], qv=qv[..., 1:], **given)
+
+
+def test_combine_of_fa3():
+    parts, lses = torch.randn(3, 2, 5, 4, 16), torch.randn(3, 2, 4, 5).transpose(2, 3)
+    out = torch.full((2, 5, 4, 16), torch.nan, dtype=torch.bfloat16)
+    o, lse = flash_attn_3.flash_attn_combine(parts, lses, out, torch.bfloat16)
+    weights = torch.softmax(lses, 0)
+    assert o is out
+    torch.testing.assert_close(o, (parts * weights[..., None]).sum(0).bfloat16())
+    torch.testing.assert_close(lse, lses.logsumexp(0))
+    with pytest.raises(InputError, match="lse_partial must be a float32 tensor of 4 dimensions"):
+        flash_attn_3.flash_attn_combine(parts, lses[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"attention_chunk": 4}, UnsupportedError, "attention_chunk is not served, got 4"),
+        ({"sm_margin": 8}, UnsupportedError, "sm_margin is not served, got 8"),
+        ({"cu_seqlens_k_new": ints(0, 1)}, UnsupportedError, "cu_seqlens_k_new is not served, got a tensor"),
+        ({"rotary_seqlens": ints(0, 1)}, UnsupportedError, "rotary_seqlens is not served, got a tensor"),
+        ({"cu_seqlens_q": ints(0, 1, 2)}, UnsupportedError, "k is not served with cu_seqlens_q"),
+        (
+            {"cu_seqlens_q": ints(0, 1, 2), "k": None, "v": None, "page_table": None}, UnsupportedError,
+            "cu_seqlens_q is served with a page_table only",
+        ),
+        ({"cu_seqlens_q": ints(0, 1, 2), "k": None, "v": None}, InputError, "max_seqlen_q a number with cu_seqlens_q"),
+        ({"num_splits": -1}, InputError, "num_splits must be an integer"),
+        ({"q": torch.ones(2, 16)}, InputError, r"q must be a torch.Tensor of 4 dimensions \[B, S, H, D\]"),
+    ],
+)  # fmt: skip
+def test_what_a_cache_of_fa3_is_not_served_with(changes, error, message):
+    with pytest.raises(error, match=message):
+        flash_attn_3.flash_attn_with_kvcache(**cached(**changes))
+
+
+def test_what_fa3_is_not_served_with():
+    q = torch.ones(1, 2, 2, 8)
+    for options, name in (({"qv": q}, "qv"), ({"attention_chunk": 2}, "attention_chunk"), ({"sm_margin": 1}, "sm_")):
+        with pytest.raises(UnsupportedError, match=name):
+            flash_attn_3.flash_attn_func(q, q, q, **options)
+        with pytest.raises(UnsupportedError, match=name):
+            flash_attn_3.flash_attn_varlen_func(q[0], q[0], q[0], ints(0, 2), ints(0, 2), 2, 2, **options)
