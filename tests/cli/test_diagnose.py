@@ -36,7 +36,7 @@ def diagnose_with(run, monkeypatch, wishes):
             return found
 
         monkeypatch.setattr("flashmoe_science.cli.diagnose.describe_apart", lambda: environment_with(gpu))
-        monkeypatch.setattr("flashmoe_science.proof.diagnose.run.observe_here", observe_here)
+        monkeypatch.setattr("flashmoe_science.proof.diagnose.gather.observe_here", observe_here)
         return run("diagnose", *args)
 
     return diagnose_with
@@ -118,7 +118,7 @@ def test_another_gpu_than_the_one_here_is_planned_for(diagnose_with, monkeypatch
         asked.append((spec.name, why))
         return [observe(device=None, missing={"times": why})]
 
-    monkeypatch.setattr("flashmoe_science.proof.diagnose.run.plan_for", plan_for)
+    monkeypatch.setattr("flashmoe_science.proof.diagnose.gather.plan_for", plan_for)
     assert diagnose_with([serial_story()], "--gpu", "L4")[0] == 4
     assert diagnose_with([serial_story()], "--gpu", "L4", gpu=None)[0] == 4
     assert diagnose_with([serial_story()], "--gpu", "H200")[0] == 0

@@ -17,6 +17,7 @@ from flashmoe_science.proof.measure.rounds import Case, Plan, measure_case
 from flashmoe_science.proof.records.evidence import Settings
 from flashmoe_science.proof.subject import revision_import as isolation
 from flashmoe_science.proof.subject.loading import load_entry, operator_of
+from flashmoe_science.proof.subject.operator import ours
 from flashmoe_science.proof.subject.subject import PACKAGE_FOLDER, Checkout, Subject
 
 from .doubling import GPU
@@ -220,18 +221,18 @@ def test_our_own_package_is_there_twice_and_each_arm_is_bound_and_planned_by_its
     packages = ["flashmoe_science_right", "flashmoe_science_left"]
     assert [function.__module__ for function in functions] == [f"{package}.attention.api" for package in packages]
     assert torch.equal(calls[0](), calls[1]())
-    assert operator.refusal(subject.name, problem, "H200") is None
+    assert ours(operator).refusal(subject.name, problem, "H200") is None
 
 
 def test_a_case_that_an_older_revision_does_not_know_is_refused_by_it(own, monkeypatch):
     subject = own("older")
     operator = operator_of(subject)
     problem = operator.parse_case({"batch": 1, "heads": 1, "seqlen_q": 8, "head_dim": 16, "dtype": "fp16"})
-    assert operator.refusal(subject.name, problem, "H200") is None
+    assert ours(operator).refusal(subject.name, problem, "H200") is None
     old = sys.modules["flashmoe_science_older.operators.attention"].OPERATOR
     monkeypatch.delitem(old.keys, "softmax_scale")
     monkeypatch.delitem(old.keys, "causal")
-    refusal = operator.refusal(subject.name, problem, "H200")
+    refusal = ours(operator).refusal(subject.name, problem, "H200")
     assert refusal is not None
     assert refusal.startswith("this revision does not know such a case: causal is not a key of a case of attention")
 

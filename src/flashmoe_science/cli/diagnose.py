@@ -12,11 +12,10 @@ from typing import Annotated
 import typer
 
 from ..proof.cost.terminal import bill_as_plain, receipt
-from ..proof.diagnose import run as diagnosis_run
-from ..proof.diagnose.gather import Request
+from ..proof.diagnose import gather
+from ..proof.diagnose.gather import Request, choose_cases, expected_seconds, observes_here
 from ..proof.diagnose.observations import Diagnosis
 from ..proof.diagnose.report import case_lines, failed_lines
-from ..proof.diagnose.run import choose_cases, expected_seconds, observes_here
 from ..proof.measure.environment import describe_apart
 from ..proof.records.ledger import Entry
 from ..proof.records.store import Store
@@ -118,7 +117,7 @@ def diagnose(
     bill = None
     began = time.monotonic()
     try:
-        diagnosis = diagnosis_run.diagnose(request, environment, say=say)
+        diagnosis = gather.diagnose(request, environment, say=say)
     finally:  # an interrupted diagnosis is paid for too
         if tab is not None:
             bill = tab.book(time.monotonic() - began)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ from ..attention.inputs import check_window
 from ..attention.problem import ITEM_BYTES, AttentionProblem, canonical_strides
 from ..attention.tiles import ForwardConfig, HopperConfig, Plan
 from ..gpu.planning import Axis, Work
-from ..gpu.specs import SPECS, GpuSpec
+from ..gpu.specs import SPECS
 from .attention_scale import forward_scale
 from .base import DTYPES, KernelOperator, standard_normal
 from .baselines.attention import BASELINES
@@ -27,19 +28,11 @@ from .stress import halved, stress_attention
 
 if TYPE_CHECKING:
     from ..gpu.compile import KernelOutcome
-    from ..gpu.identity import PlannedSource
 
 forward_triton = functools.partial(flash_attention, kernel="forward_triton")
 forward_short_gluon = functools.partial(flash_attention, kernel="forward_short_gluon")
 forward_gluon_sm90 = functools.partial(flash_attention, kernel="forward_gluon_sm90")
 forward_features_gluon_sm90 = functools.partial(flash_attention, kernel="forward_features_gluon_sm90")
-
-_AXES = (
-    Axis("keys", "sequential", "the number of keys"),
-    Axis("length", "sequential", "the sequence length"),
-    Axis("batch", "parallel", "the batch"),
-    Axis("heads", "parallel", "the heads"),
-)
 
 # Local memory a thread that a kernel may use. The warpgroups of forward_gluon_sm90 have all registers that there are,
 # and keep a few numbers of a row tile there, once a row tile; tests/attention/test_hopper.py sees to it that no loop
@@ -91,9 +84,10 @@ def change_batched(draw: str, p: AttentionProblem, inputs: Inputs) -> bool:
     return True
 
 
-def _asked(problem: AttentionProblem, inputs: Inputs) -> dict[str, Any]:
-    """Return the options of ``flash_attention`` for the features of a problem, and none for those that it has not."""
-    options: dict[str, Any] = {name: inputs[name] for name in problem.extras}
+def options_of(problem: AttentionProblem, inputs: Inputs) -> dict[str, Any]:
+    """Return the options of ``flash_attention`` for a problem, and none for features that it has not."""
+    options: dict[str, Any] = {"causal": problem.causal, "softmax_scale": problem.softmax_scale}
+    options.update({name: inputs[name] for name in problem.extras})
     if problem.window != (-1, -1):
         options["window"] = problem.window
     if problem.softcap:
@@ -125,6 +119,8 @@ class AttentionOperator(KernelOperator):
     spill_bytes = SPILL_BYTES
     framework = ("*flash_fwd*", "*fmha*", "*cudnn*", "*sm80_xmma*softmax*")
     known_baselines = BASELINES
+    planner = staticmethod(plan_attention)
+    preparer = "flashmoe_science.attention.forward.prepare:prepare_kernels"
     instead = None
     max_interpreter_steps = 4096
 
@@ -161,8 +157,7 @@ class AttentionOperator(KernelOperator):
 
     def arguments(self, problem: AttentionProblem, inputs: Inputs) -> tuple[list[torch.Tensor], dict[str, Any]]:
         """Return q, k and v, and the options of ``flash_attention``."""
-        options = {"causal": problem.causal, "softmax_scale": problem.softmax_scale, **_asked(problem, inputs)}
-        return [inputs[name] for name in "qkv"], options
+        return [inputs[name] for name in "qkv"], options_of(problem, inputs)
 
     def bind(self, entry: Callable[..., Any], problem: AttentionProblem, inputs: Inputs) -> Callable[[], Any]:
         """Return a call without arguments.
@@ -177,61 +172,35 @@ class AttentionOperator(KernelOperator):
 
     def exact(self, problem: AttentionProblem, inputs: Inputs) -> torch.Tensor:
         """Return the answer in fp64."""
-        return reference.attention(
-            inputs["q"],
-            inputs["k"],
-            inputs["v"],
-            causal=problem.causal,
-            softmax_scale=problem.softmax_scale,
-            dtype=torch.float64,
-            **_asked(problem, inputs),
-        )[0]
+        q, k, v = (inputs[name] for name in "qkv")
+        return reference.attention(q, k, v, **options_of(problem, inputs), dtype=torch.float64)[0]
 
     def low_precision(self, problem: AttentionProblem, inputs: Inputs) -> torch.Tensor:
         """Return the framework's eager answer in the problem's dtype, by heads: all scores at once may not fit."""
-        p = problem
+        p, (q, k, v) = problem, (inputs[name] for name in "qkv")
         at_once = reference.heads_at_once(p.heads_kv, p.group * p.seqlen_q * p.seqlen_k)
-        o = torch.empty(p.batch, p.heads, p.seqlen_q, p.head_dim_v, dtype=inputs["q"].dtype, device=inputs["q"].device)
-        for b in range(p.batch):
-            for h in range(0, p.heads_kv, at_once):
-                mine = slice(h * p.group, (h + at_once) * p.group)
-                asked = _asked(p, inputs)
-                asked |= {name: asked[name][mine] for name in ("sinks", "alibi") if name in asked}
-                asked |= {"bias": asked["bias"][:, mine]} if p.bias else {}
-                o[b : b + 1, mine] = reference.attention_low_precision(
-                    inputs["q"][b : b + 1, mine],
-                    inputs["k"][b : b + 1, h : h + at_once],
-                    inputs["v"][b : b + 1, h : h + at_once],
-                    causal=p.causal,
-                    softmax_scale=p.softmax_scale,
-                    **asked,
-                )
+        o = torch.empty(p.batch, p.heads, p.seqlen_q, p.head_dim_v, dtype=q.dtype, device=q.device)
+        for b, h in itertools.product(range(p.batch), range(0, p.heads_kv, at_once)):
+            one, mine, its = slice(b, b + 1), slice(h * p.group, (h + at_once) * p.group), slice(h, h + at_once)
+            options = options_of(p, inputs)
+            options |= {name: options[name][mine] for name in ("sinks", "alibi") if name in options}
+            options |= {"bias": options["bias"][:, mine]} if p.bias else {}
+            o[one, mine] = reference.attention_low_precision(q[one, mine], k[one, its], v[one, its], **options)
         return o
 
     def error_scale(self, problem: AttentionProblem, inputs: Inputs) -> tuple[Scale, ...]:
         """Return what is allowed in each element of o."""
         q, k, v = (inputs[name] for name in "qkv")
-        options = {"causal": problem.causal, "softmax_scale": problem.softmax_scale, **_asked(problem, inputs)}
-        return (forward_scale(q, k, v, **options),)
+        return (forward_scale(q, k, v, **options_of(problem, inputs)),)
 
     def smaller(self, problem: AttentionProblem, device: str) -> AttentionProblem:
         """Return a problem of fewer sequences and heads, and shorter where its scores are too many."""
-        found: AttentionProblem = self.parse_case({**self.as_table(problem), **smaller_sizes(problem, device)})
+        found: AttentionProblem = self.changed(problem, **smaller_sizes(problem, device))
         return found
 
     def change_values(self, draw: str, problem: AttentionProblem, inputs: Inputs) -> bool:
         """Change q, k and v."""
         return change_batched(draw, problem, inputs)
-
-    def plan(self, subject: str, problem: AttentionProblem, gpu: GpuSpec) -> Plan:
-        """Return the plan of a call. Raises ``UnsupportedError``."""
-        return plan_attention(problem, gpu, self.kernels[subject])
-
-    def prepare(self, plan: Plan) -> Sequence[PlannedSource]:
-        """Return the kernels of a plan."""
-        from ..attention.forward.prepare import prepare_kernels
-
-        return prepare_kernels(plan)
 
     def instruction(self, plan: Plan, kernel: str) -> str:
         """Return the machine instruction that a kernel of 16-bit operands promises, or an empty text."""
@@ -247,20 +216,21 @@ class AttentionOperator(KernelOperator):
 
     def axes(self) -> Sequence[Axis]:
         """Return the ways to make a problem longer."""
-        return _AXES
+        return (
+            Axis("keys", "sequential", "the number of keys"),
+            Axis("length", "sequential", "the sequence length"),
+            Axis("batch", "parallel", "the batch"),
+            Axis("heads", "parallel", "the heads"),
+        )
 
     def scaled(self, problem: AttentionProblem, axis: str, factor: int) -> AttentionProblem | None:
         """Return a longer problem. More keys alone are not in proportion under a causal mask: then it is None."""
         p = problem
         if axis == "keys" and p.causal:
             return None
-        longer = {
-            "keys": {"seqlen_k": p.seqlen_k * factor},
-            "length": {"seqlen_q": p.seqlen_q * factor, "seqlen_k": p.seqlen_k * factor},
-            "batch": {"batch": p.batch * factor},
-            "heads": {"heads": p.heads * factor, "heads_kv": p.heads_kv * factor},
-        }[axis]
-        found: AttentionProblem = self.parse_case({**self.as_table(p), **longer})
+        longer = {"keys": ["seqlen_k"], "length": ["seqlen_q", "seqlen_k"], "heads": ["heads", "heads_kv"]}
+        sizes = {name: getattr(p, name) * factor for name in longer.get(axis, [axis])}
+        found: AttentionProblem = self.changed(p, **sizes)
         return found
 
     def interpreter_steps(self, problem: AttentionProblem) -> int:

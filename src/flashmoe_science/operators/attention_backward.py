@@ -7,8 +7,9 @@ error budget of its own.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 
@@ -19,7 +20,6 @@ from ..attention.backward.problem import BackwardProblem
 from ..attention.inputs import check_window
 from ..attention.problem import AttentionProblem, canonical_strides, dense_strides
 from ..gpu.planning import Work
-from ..gpu.specs import GpuSpec
 from .attention import SPILL_BYTES as FORWARD_SPILL_BYTES, canonical, change_batched, shapes_of, smaller_sizes
 from .attention_scale import backward_scale
 from .base import DTYPES, KernelOperator, standard_normal
@@ -27,10 +27,8 @@ from .baselines.attention_backward import BASELINES
 from .baselines.base import Inputs
 from .error_scale import Scale
 
-if TYPE_CHECKING:
-    from ..gpu.identity import PlannedSource
-
 OUTPUTS = ("dq", "dk", "dv")
+_INPUTS = ("q", "k", "v", "do")
 # Local memory a thread that a kernel may use outside of its loops, where tests/attention/test_backward_tables.py sees
 # to it that none of their time goes; of the one of 192 columns test_backward_sm90.py, which allows some loads.
 _SPILL_BYTES = {
@@ -41,6 +39,12 @@ _WITHOUT_PRODUCTS = ("_finish_dq_kernel", "_merge_partials_kernel")
 
 backward_triton = functools.partial(flash_attention_backward, kernel="backward_triton")
 backward_gluon_sm90 = functools.partial(flash_attention_backward, kernel="backward_gluon_sm90")
+
+
+def step_options(problem: BackwardProblem) -> dict[str, Any]:
+    """Return the options of both passes."""
+    p = problem.forward
+    return {"causal": p.causal, "softmax_scale": p.softmax_scale, "window": p.window}
 
 
 def draw(problem: BackwardProblem, *, seed: int, device: str) -> dict[str, torch.Tensor]:
@@ -71,6 +75,8 @@ class BackwardOperator(KernelOperator):
     spill_bytes = _SPILL_BYTES
     framework: ClassVar[Sequence[str]] = ("*flash_bwd*", "*fmha*", "*cudnn*", "*sm80_xmma*softmax*")
     known_baselines = BASELINES
+    planner: ClassVar[Callable[..., Any]] = staticmethod(plan_backward)
+    preparer = "flashmoe_science.attention.backward.prepare:prepare_backward_kernels"
     instead = "backward_triton"
 
     def outputs(self, problem: BackwardProblem) -> Sequence[str]:  # noqa: ARG002 - the protocol's signature
@@ -104,8 +110,7 @@ class BackwardOperator(KernelOperator):
 
     def smaller(self, problem: BackwardProblem, device: str) -> BackwardProblem:
         """Return a problem of fewer sequences and heads, and shorter where its scores are too many."""
-        sizes = smaller_sizes(problem.forward, device)
-        found: BackwardProblem = self.parse_case({**self.as_table(problem), **sizes})
+        found: BackwardProblem = self.changed(problem, **smaller_sizes(problem.forward, device))
         return found
 
     def change_values(self, draw: str, problem: BackwardProblem, inputs: Inputs) -> bool:
@@ -114,12 +119,10 @@ class BackwardOperator(KernelOperator):
 
     def completed(self, problem: BackwardProblem, drawn: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return what is drawn, with o and the LSE of the forward pass."""
-        p, inputs = problem.forward, drawn
-        o, lse = reference.attention(
-            inputs["q"], inputs["k"], inputs["v"],
-            causal=p.causal, softmax_scale=p.softmax_scale, dtype=torch.float32,
-        )  # fmt: skip
-        return {**inputs, "o": o.to(inputs["do"].dtype), "lse": lse}
+        q, k, v, do = (drawn[name] for name in _INPUTS)
+        options = {"causal": problem.forward.causal, "softmax_scale": problem.forward.softmax_scale}
+        o, lse = reference.attention(q, k, v, **options, dtype=torch.float32)
+        return {**drawn, "o": o.to(do.dtype), "lse": lse}
 
     def arguments(self, problem: BackwardProblem, inputs: Inputs) -> tuple[list[torch.Tensor], dict[str, Any]]:
         """Return what a call is given; a baseline runs its forward before."""
@@ -130,11 +133,8 @@ class BackwardOperator(KernelOperator):
 
     def exact(self, problem: BackwardProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
         """Return the gradients in fp64, of q, k, v and do alone: o and the LSE are computed anew."""
-        p = problem.forward
-        found = reference.attention_backward(
-            inputs["q"], inputs["k"], inputs["v"], inputs["do"],
-            causal=p.causal, softmax_scale=p.softmax_scale, window=p.window, dtype=torch.float64,
-        )  # fmt: skip
+        tensors = (inputs[name] for name in _INPUTS)
+        found = reference.attention_backward(*tensors, **step_options(problem), dtype=torch.float64)
         return tuple(found[name] for name in ("q", "k", "v"))
 
     def low_precision(self, problem: BackwardProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
@@ -146,39 +146,21 @@ class BackwardOperator(KernelOperator):
         """Return o of the eager run in the problem's dtype, and dq, dk and dv, by K/V heads to fit."""
         p = problem.forward
         at_once = reference.heads_at_once(p.heads_kv, 4 * p.group * p.seqlen_q * p.seqlen_k)
-        q, k, v, do = (inputs[name] for name in ("q", "k", "v", "do"))
+        q, k, v, do = (inputs[name] for name in _INPUTS)
         found = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (do, q, k, v)]
-        for b in range(p.batch):
-            for h in range(0, p.heads_kv, at_once):
-                mine, its = slice(h * p.group, (h + at_once) * p.group), slice(h, h + at_once)
-                parts = ((q, mine), (k, its), (v, its))
-                with torch.enable_grad():
-                    leaves = [x[b : b + 1, heads].detach().requires_grad_() for x, heads in parts]
-                    o = reference.attention_low_precision(
-                        *leaves, causal=p.causal, softmax_scale=p.softmax_scale, window=p.window
-                    )
-                    grads = torch.autograd.grad(o, leaves, do[b : b + 1, mine])
-                for whole, part, heads in zip(found, (o.detach(), *grads), (mine, mine, its, its), strict=True):
-                    whole[b : b + 1, heads] = part
+        for b, h in itertools.product(range(p.batch), range(0, p.heads_kv, at_once)):
+            one, mine, its = slice(b, b + 1), slice(h * p.group, (h + at_once) * p.group), slice(h, h + at_once)
+            with torch.enable_grad():
+                leaves = [x[one, heads].detach().requires_grad_() for x, heads in ((q, mine), (k, its), (v, its))]
+                o = reference.attention_low_precision(*leaves, **step_options(problem))
+                grads = torch.autograd.grad(o, leaves, do[one, mine])
+            for whole, part, heads in zip(found, (o.detach(), *grads), (mine, mine, its, its), strict=True):
+                whole[one, heads] = part
         return found
 
     def error_scale(self, problem: BackwardProblem, inputs: Inputs) -> tuple[Scale, ...]:
         """Return what is allowed in each element of dq, dk and dv."""
-        p = problem.forward
-        return backward_scale(
-            inputs["q"], inputs["k"], inputs["v"], inputs["do"],
-            causal=p.causal, softmax_scale=p.softmax_scale, window=p.window,
-        )  # fmt: skip
-
-    def plan(self, subject: str, problem: BackwardProblem, gpu: GpuSpec) -> Any:
-        """Return the plan of a call. Raises ``UnsupportedError``."""
-        return plan_backward(problem, gpu, self.kernels[subject])
-
-    def prepare(self, plan: Any) -> Sequence[PlannedSource]:
-        """Return the kernels of a plan."""
-        from ..attention.backward.prepare import prepare_backward_kernels
-
-        return prepare_backward_kernels(plan)
+        return backward_scale(*(inputs[name] for name in _INPUTS), **step_options(problem))
 
     def instruction(self, plan: Any, kernel: str) -> str:
         """Return the machine instruction that a kernel of 16-bit operands promises, as a pattern, or an empty text."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,16 +15,12 @@ from ..attention.decode.problem import CacheProblem
 from ..attention.problem import canonical_strides
 from ..errors import InputError
 from ..gpu.planning import Work
-from ..gpu.specs import GpuSpec
 from .attention_scale import forward_scale
 from .base import DTYPES, KernelOperator
 from .baselines.attention_decode import BASELINES, values_of
 from .baselines.base import Inputs
 from .error_scale import Scale
 from .stress import OF_VALUES, stress_attention
-
-if TYPE_CHECKING:
-    from ..gpu.identity import PlannedSource
 
 decode_gluon_sm90 = functools.partial(flash_attention_with_kv_cache, kernel="decode_gluon_sm90")
 decode_triton = functools.partial(flash_attention_with_kv_cache, kernel="decode_triton")
@@ -56,6 +51,8 @@ class DecodeOperator(KernelOperator):
     rooms = ("attention",)
     framework = ("*flash_fwd*", "*fmha*", "*cudnn*", "*sm80_xmma*softmax*")
     known_baselines = BASELINES
+    planner = staticmethod(plan_with_kv_cache)
+    preparer = "flashmoe_science.attention.decode.prepare:prepare_cache_kernels"
     instead = "decode_triton"
     stress_draws = (*OF_VALUES, "strided", "odd_offset")
     laid_out = ("q",)  # a cache is allocated once, by whom it serves
@@ -118,13 +115,16 @@ class DecodeOperator(KernelOperator):
 
     def exact(self, problem: CacheProblem, inputs: Inputs) -> torch.Tensor:
         """Return the answer in fp64."""
-        tensors = {**inputs, "v_cache": values_of(problem, inputs)}
-        return cache_reference.attention_with_kv_cache(problem, tensors, dtype=torch.float64)[0]
+        return self._reference(problem, inputs, torch.float64)
 
     def low_precision(self, problem: CacheProblem, inputs: Inputs) -> torch.Tensor:
         """Return the answer with every step rounded to the problem's dtype."""
+        return self._reference(problem, inputs, DTYPES[problem.dtype])
+
+    @staticmethod
+    def _reference(problem: CacheProblem, inputs: Inputs, dtype: torch.dtype) -> torch.Tensor:
         tensors = {**inputs, "v_cache": values_of(problem, inputs)}
-        return cache_reference.attention_with_kv_cache(problem, tensors, dtype=DTYPES[problem.dtype])[0]
+        return cache_reference.attention_with_kv_cache(problem, tensors, dtype=dtype)[0]
 
     def error_scale(self, problem: CacheProblem, inputs: Inputs) -> tuple[Scale, ...]:
         """Return what is allowed in each element of o."""
@@ -143,7 +143,7 @@ class DecodeOperator(KernelOperator):
         unit = p.page_size or 1
         length = min(p.capacity, max(unit, 64 // unit * unit)) if device == "cpu" else p.capacity
         sizes = {"batch": batch, "heads": p.group * heads_kv, "heads_kv": heads_kv, "seqlen_k": length}
-        found: CacheProblem = self.parse_case({**self.as_table(p), **sizes})
+        found: CacheProblem = self.changed(p, **sizes)
         return found
 
     def change_values(self, draw: str, problem: CacheProblem, inputs: Inputs) -> bool:
@@ -155,16 +155,6 @@ class DecodeOperator(KernelOperator):
         v = inputs["v_cache"].transpose(1, 2) if "v_cache" in inputs else None
         stress_attention(draw, inputs["q"], k, v, problem.scale, [0])
         return True
-
-    def plan(self, subject: str, problem: CacheProblem, gpu: GpuSpec) -> DecodePlan:
-        """Return the plan of a call. Raises ``UnsupportedError``."""
-        return plan_with_kv_cache(problem, gpu, self.kernels[subject])
-
-    def prepare(self, plan: DecodePlan) -> Sequence[PlannedSource]:
-        """Return the kernels of a plan."""
-        from ..attention.decode.prepare import prepare_cache_kernels
-
-        return prepare_cache_kernels(plan)
 
     def instruction(self, plan: DecodePlan, kernel: str) -> str:
         """Return the machine instruction that a kernel of 16-bit operands promises, as a pattern, or an empty text."""

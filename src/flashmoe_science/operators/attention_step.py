@@ -20,7 +20,7 @@ from ..attention.forward.plan import plan_attention
 from ..attention.tiles import Plan
 from ..gpu.planning import PlannedLaunch, Work
 from ..gpu.specs import GpuSpec
-from .attention_backward import BackwardOperator, draw
+from .attention_backward import BackwardOperator, draw, step_options
 from .attention_scale import forward_scale
 from .baselines.attention_backward import STEP_BASELINES
 from .baselines.base import Inputs
@@ -100,29 +100,22 @@ class StepOperator(BackwardOperator):
 
     def arguments(self, problem: BackwardProblem, inputs: Inputs) -> tuple[list[torch.Tensor], dict[str, Any]]:
         """Return q, k, v and do, and options."""
-        p = problem.forward
-        options = {"causal": p.causal, "softmax_scale": p.softmax_scale, "window": p.window}
-        return [inputs[name] for name in ("q", "k", "v", "do")], options
+        return [inputs[name] for name in ("q", "k", "v", "do")], step_options(problem)
 
     def exact(self, problem: BackwardProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
         """Return o and the gradients in fp64."""
-        p = problem.forward
-        o, _ = reference.attention(
-            inputs["q"], inputs["k"], inputs["v"],
-            causal=p.causal, softmax_scale=p.softmax_scale, window=p.window, dtype=torch.float64,
-        )  # fmt: skip
+        q, k, v = (inputs[name] for name in "qkv")
+        o, _ = reference.attention(q, k, v, **step_options(problem), dtype=torch.float64)
         return o, *super().exact(problem, inputs)
 
     def low_precision(self, problem: BackwardProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
         """Return o and what autograd makes of it, in the problem's dtype, K/V head by K/V head."""
-        o, *gradients = self.eager(problem, inputs)
-        return o, *gradients
+        return tuple(self.eager(problem, inputs))
 
     def error_scale(self, problem: BackwardProblem, inputs: Inputs) -> tuple[Scale, ...]:
         """Return what is allowed in each element of o, dq, dk and dv."""
-        p, (q, k, v) = problem.forward, (inputs[name] for name in "qkv")
-        o = forward_scale(q, k, v, causal=p.causal, softmax_scale=p.softmax_scale, window=p.window)
-        return o, *super().error_scale(problem, inputs)
+        q, k, v = (inputs[name] for name in "qkv")
+        return forward_scale(q, k, v, **step_options(problem)), *super().error_scale(problem, inputs)
 
     def plan(self, subject: str, problem: BackwardProblem, gpu: GpuSpec) -> StepPlan:  # noqa: ARG002 - there is one
         """Return the plans of both passes. Raises ``UnsupportedError``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -12,13 +12,11 @@ import torch
 from ..attention import reference
 from ..attention.forward.plan import plan_attention
 from ..attention.problem import AttentionProblem
-from ..attention.tiles import Plan
 from ..attention.varlen import flash_attention_varlen
 from ..errors import InputError
 from ..gpu.planning import Work
 from ..gpu.specs import GpuSpec
-from .attention import AttentionOperator
-from .attention_scale import forward_scale
+from .attention import OPERATOR as FIXED, AttentionOperator
 from .attention_varlen_problem import VarlenProblem, make_problem
 from .base import DTYPES, KernelOperator, standard_normal
 from .baselines.attention_varlen import BASELINES
@@ -29,8 +27,14 @@ from .stress import OF_VALUES, stress_attention
 if TYPE_CHECKING:
     from ..gpu.identity import PlannedSource
 
+Answer = torch.Tensor | tuple[torch.Tensor, ...]
+
 varlen_triton = functools.partial(flash_attention_varlen, kernel="forward_triton")
 varlen_gluon_sm90 = functools.partial(flash_attention_varlen, kernel="forward_features_gluon_sm90")
+
+
+def _options(problem: VarlenProblem) -> dict[str, Any]:
+    return {"causal": problem.planned.causal, "softmax_scale": problem.planned.softmax_scale}
 
 
 class VarlenOperator(KernelOperator):
@@ -54,6 +58,10 @@ class VarlenOperator(KernelOperator):
     spill_bytes = AttentionOperator.spill_bytes
     framework = AttentionOperator.framework
     known_baselines = BASELINES
+    planner = staticmethod(lambda problem, *more: plan_attention(problem.planned, *more))
+    preparer = AttentionOperator.preparer
+    fixed: ClassVar[Any] = FIXED  # the operator of one sequence
+    passed: ClassVar[Sequence[str]] = ("q", "k", "v")  # tensors of a call
     instead = "varlen_triton"
     stress_draws = (*OF_VALUES, "strided", "odd_offset")  # expanded tokens would be one
 
@@ -79,63 +87,87 @@ class VarlenOperator(KernelOperator):
         elements = (tokens_q * p.heads + tokens_k * p.heads_kv) * (p.head_dim + p.head_dim_v)
         return Work(problem.flops, float(elements * p.item_bytes + 8 * (p.batch + 1)), tokens_q)
 
+    def shapes(self, problem: VarlenProblem) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the inputs that are normal."""
+        p, (tokens_q, tokens_k) = problem.planned, problem.tokens
+        q, k, v = (
+            (tokens_q, p.heads, p.head_dim),
+            (tokens_k, p.heads_kv, p.head_dim),
+            (tokens_k, p.heads_kv, p.head_dim_v),
+        )
+        return {"q": q, "k": k, "v": v}
+
     def make_inputs(self, problem: VarlenProblem, *, seed: int, device: str) -> dict[str, torch.Tensor]:
         """Return standard normal q, k and v, packed, and where sequences start."""
-        p, (tokens_q, tokens_k) = problem.planned, problem.tokens
-        shapes = {
-            "q": (tokens_q, p.heads, p.head_dim),
-            "k": (tokens_k, p.heads_kv, p.head_dim),
-            "v": (tokens_k, p.heads_kv, p.head_dim_v),
-        }
-        inputs = standard_normal(shapes, DTYPES[p.dtype], torch.Generator(device=device).manual_seed(seed))
+        generator = torch.Generator(device=device).manual_seed(seed)
+        inputs = standard_normal(self.shapes(problem), DTYPES[problem.dtype], generator)
         for side, lengths in (("q", problem.lengths), ("k", problem.lengths_k)):
             starts = [0, *itertools.accumulate(lengths)]
             inputs[f"cu_seqlens_{side}"] = torch.tensor(starts, dtype=torch.int32, device=device)
-        return inputs
+        return self.completed(problem, inputs)
 
     def arguments(self, problem: VarlenProblem, inputs: Inputs) -> tuple[list[torch.Tensor | int], dict[str, Any]]:
-        """Return q, k and v, where sequences start, the longest lengths, and options."""
-        names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
-        options = {"causal": problem.planned.causal, "softmax_scale": problem.planned.softmax_scale}
-        return [*(inputs[name] for name in names), *problem.longest], options
+        """Return tensors, where sequences start, the longest lengths, and options."""
+        names = (*self.passed, "cu_seqlens_q", "cu_seqlens_k")
+        return [*(inputs[name] for name in names), *problem.longest], _options(problem)
 
-    def exact(self, problem: VarlenProblem, inputs: Inputs) -> torch.Tensor:
+    def exact(self, problem: VarlenProblem, inputs: Inputs) -> Answer:
         """Return the answer in fp64."""
-        return reference.attention_varlen(
-            **inputs, causal=problem.planned.causal, softmax_scale=problem.planned.softmax_scale, dtype=torch.float64
-        )[0]
+        return reference.attention_varlen(**inputs, **_options(problem), dtype=torch.float64)[0]
 
-    def low_precision(self, problem: VarlenProblem, inputs: Inputs) -> torch.Tensor:
-        """Return the framework's eager answer in the problem's dtype, by heads: all scores at once may not fit."""
-        p = problem.planned
-        o = torch.zeros(*inputs["q"].shape[:2], p.head_dim_v, dtype=inputs["q"].dtype, device=inputs["q"].device)
-        ends_q, ends_k = (itertools.accumulate(lengths) for lengths in (problem.lengths, problem.lengths_k))
-        for sequence, end_q, end_k in zip(problem.sequences(), ends_q, ends_k, strict=True):
-            rows, keys = slice(end_q - sequence.seqlen_q, end_q), slice(end_k - sequence.seqlen_k, end_k)
-            if not sequence.seqlen_q or not sequence.seqlen_k:
-                continue
-            at_once = reference.heads_at_once(p.heads_kv, p.group * sequence.seqlen_q * sequence.seqlen_k)
-            for h in range(0, p.heads_kv, at_once):
-                mine, its = slice(h * p.group, (h + at_once) * p.group), slice(h, h + at_once)
-                parts = (inputs["q"][rows, mine], inputs["k"][keys, its], inputs["v"][keys, its])
-                q, k, v = (part.transpose(0, 1)[None] for part in parts)
-                low = reference.attention_low_precision(q, k, v, causal=p.causal, softmax_scale=p.softmax_scale)
-                o[rows, mine] = low[0].transpose(0, 1)
-        return o
+    def low_precision(self, problem: VarlenProblem, inputs: Inputs) -> Answer:
+        """Return the framework's eager answer to each sequence in the problem's dtype."""
+
+        def answer(one: Any, its: Inputs) -> list[tuple[torch.Tensor, ...]]:
+            found = self.fixed.low_precision(one, its)
+            return [(each,) for each in (found if isinstance(found, tuple) else (found,))]
+
+        found = tuple(whole for (whole,) in self._joined(problem, inputs, inputs["q"].dtype, answer, (None,)))
+        return found if len(found) > 1 else found[0]
 
     def error_scale(self, problem: VarlenProblem, inputs: Inputs) -> tuple[Scale, ...]:
-        """Return what is allowed in each element of o, sequence by sequence."""
-        p, q = problem.planned, inputs["q"]
-        largest = torch.zeros(*q.shape[:2], p.head_dim_v, device=q.device)
-        rms = torch.zeros(*q.shape[:2], 1, device=q.device)
+        """Return what is allowed in each element, sequence by sequence."""
+        found = self._joined(problem, inputs, torch.float32, self.fixed.error_scale, (None, 1))
+        return tuple(Scale(*each) for each in found)
+
+    def _joined(
+        self,
+        problem: VarlenProblem,
+        inputs: Inputs,
+        dtype: torch.dtype,
+        answer: Callable[[Any, Inputs], Sequence[Sequence[torch.Tensor]]],
+        columns: Sequence[int | None],
+    ) -> list[list[torch.Tensor]]:
+        """Return for each output what ``answer`` gives of each sequence, packed; zeros where there is nothing to sum.
+
+        ``columns``: of each tensor of an output; None: as many as the output has.
+        """
+        device, shapes = inputs["q"].device, self.answers(problem)
+        wholes = [
+            [torch.zeros(*shape[:2], last or shape[2], dtype=dtype, device=device) for last in columns]
+            for shape in shapes
+        ]
         ends_q, ends_k = (itertools.accumulate(lengths) for lengths in (problem.lengths, problem.lengths_k))
-        for sequence, end_q, end_k in zip(problem.sequences(), ends_q, ends_k, strict=True):
-            rows, keys = slice(end_q - sequence.seqlen_q, end_q), slice(end_k - sequence.seqlen_k, end_k)
-            parts = (inputs["q"][rows], inputs["k"][keys], inputs["v"][keys])
-            batched = (part.transpose(0, 1)[None] for part in parts)
-            found = forward_scale(*batched, causal=p.causal, softmax_scale=p.softmax_scale)
-            largest[rows], rms[rows] = (each[0].transpose(0, 1) for each in found)
-        return (Scale(largest, rms),)
+        for one, end_q, end_k in zip(problem.sequences(), ends_q, ends_k, strict=True):
+            rows, keys = slice(end_q - one.seqlen_q, end_q), slice(end_k - one.seqlen_k, end_k)
+            if not one.seqlen_q or not one.seqlen_k:
+                continue
+            places = {name: keys if name in "kv" else rows for name in ("q", "k", "v", "do") if name in inputs}
+            its = {name: inputs[name][place].transpose(0, 1)[None] for name, place in places.items()}
+            found = answer(self.of_sequence(one), its)
+            for whole, part, place in zip(wholes, found, (rows, keys, keys), strict=False):
+                for tensor, each in zip(whole, part, strict=True):
+                    tensor[place] = each[0].transpose(0, 1)
+        return wholes
+
+    def answers(self, problem: VarlenProblem) -> list[tuple[int, ...]]:
+        """Return the shape of each output."""
+        q, _, v = self.shapes(problem).values()
+        return [(*q[:2], v[2])]
+
+    def of_sequence(self, sequence: AttentionProblem) -> Any:
+        """Return the problem of one sequence, for ``fixed``."""
+        return sequence
 
     def smaller(self, problem: VarlenProblem, device: str) -> VarlenProblem:
         """Return a problem of the first sequences, shorter ones, and of fewer heads."""
@@ -143,7 +175,7 @@ class VarlenOperator(KernelOperator):
         heads_kv, group = min(2, p.heads_kv), min(2, p.group) if device == "cpu" else p.group
         lengths, lengths_k = ([min(n, longest) for n in all_[:count]] for all_ in (problem.lengths, problem.lengths_k))
         sizes = {"lengths": lengths, "lengths_k": lengths_k, "heads": group * heads_kv, "heads_kv": heads_kv}
-        found: VarlenProblem = self.parse_case({**self.as_table(problem), **sizes})
+        found: VarlenProblem = self.changed(problem, **sizes)
         return found
 
     def change_values(self, draw: str, problem: VarlenProblem, inputs: Inputs) -> bool:
@@ -157,16 +189,6 @@ class VarlenOperator(KernelOperator):
         firsts = [first for first, length in zip(starts, problem.lengths_k, strict=False) if length]
         stress_attention(draw, q, k, v, problem.planned.scale, firsts)
         return True
-
-    def plan(self, subject: str, problem: VarlenProblem, gpu: GpuSpec) -> Plan:
-        """Return the plan of a call. Raises ``UnsupportedError``."""
-        return plan_attention(problem.planned, gpu, self.kernels[subject])
-
-    def prepare(self, plan: Plan) -> Sequence[PlannedSource]:
-        """Return the kernels of a plan."""
-        from ..attention.forward.prepare import prepare_kernels
-
-        return prepare_kernels(plan)
 
     instruction = AttentionOperator.instruction
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +19,14 @@ from ..attention.backward.plan import BackwardPlan, plan_backward
 from ..attention.backward.plan_sm90 import HopperBackwardConfig, hopper_backward_launches
 from ..attention.backward.problem import BackwardProblem
 from ..attention.backward.varlen_api import flash_attention_varlen_backward
+from ..attention.problem import AttentionProblem
 from ..gpu.planning import Work
 from ..gpu.specs import GpuSpec
 from .attention_backward import OPERATOR as FIXED, OUTPUTS, BackwardOperator
 from .attention_varlen import OPERATOR as FORWARD, VarlenOperator
 from .attention_varlen_problem import VarlenProblem
-from .base import DTYPES, standard_normal
 from .baselines.attention_varlen_backward import BASELINES
 from .baselines.base import Inputs
-from .error_scale import Scale
 
 if TYPE_CHECKING:
     from ..gpu.identity import PlannedSource
@@ -41,15 +39,10 @@ varlen_backward_gluon_sm90 = functools.partial(flash_attention_varlen_backward, 
 class VarlenBackwardProblem(VarlenProblem):
     """A call with packed sequences whose gradients are asked for."""
 
-    def backward_problems(self) -> Iterator[BackwardProblem]:
-        """Yield the gradients of each sequence as a problem of its own."""
-        for sequence in self.sequences():
-            yield BackwardProblem(sequence)
-
     @functools.cached_property
     def flops(self) -> float:
         """Operations of a call, as in ``BackwardProblem``."""
-        return sum(problem.flops for problem in self.backward_problems())
+        return sum(BackwardProblem(sequence).flops for sequence in self.sequences())
 
     @property
     def backward(self) -> BackwardProblem:
@@ -81,6 +74,8 @@ class VarlenBackwardOperator(VarlenOperator):
     spill_bytes = BackwardOperator.spill_bytes
     framework = tuple(BackwardOperator.framework)  # type: ignore[assignment] # the forward has four
     known_baselines = BASELINES
+    fixed = FIXED
+    passed = ("q", "k", "v", "o", "lse", "do")
     instead = "varlen_backward_triton"
     fresh = BackwardOperator.fresh
 
@@ -100,23 +95,13 @@ class VarlenBackwardOperator(VarlenOperator):
         elements = 2 * (tokens_q * p.heads + tokens_k * p.heads_kv) * columns
         return Work(problem.flops, float(elements * p.item_bytes + 4 * tokens_q * p.heads), tokens_q)
 
-    def make_inputs(self, problem: VarlenProblem, *, seed: int, device: str) -> dict[str, torch.Tensor]:
-        """Return standard normal q, k, v and do, and o and LSE of the reference in fp32, o rounded."""
-        p, (tokens_q, tokens_k) = problem.planned, problem.tokens
-        shapes = {
-            "q": (tokens_q, p.heads, p.head_dim),
-            "k": (tokens_k, p.heads_kv, p.head_dim),
-            "v": (tokens_k, p.heads_kv, p.head_dim_v),
-            "do": (tokens_q, p.heads, p.head_dim_v),
-        }
-        inputs = standard_normal(shapes, DTYPES[p.dtype], torch.Generator(device=device).manual_seed(seed))
-        for side, lengths in (("q", problem.lengths), ("k", problem.lengths_k)):
-            starts = [0, *itertools.accumulate(lengths)]
-            inputs[f"cu_seqlens_{side}"] = torch.tensor(starts, dtype=torch.int32, device=device)
-        return self.completed(problem, inputs)
+    def shapes(self, problem: VarlenProblem) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the inputs that are normal."""
+        p = problem.planned
+        return {**super().shapes(problem), "do": (problem.tokens[0], p.heads, p.head_dim_v)}
 
     def completed(self, problem: VarlenProblem, drawn: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return what is drawn, with o and the LSE of the forward pass."""
+        """Return what is drawn, with o and the LSE of the forward pass in fp32, o rounded."""
         p, inputs = problem.planned, drawn
         o, lse = reference.attention_varlen(
             **{name: tensor for name, tensor in inputs.items() if name not in ("do", "o", "lse")},
@@ -124,13 +109,7 @@ class VarlenBackwardOperator(VarlenOperator):
         )  # fmt: skip
         return {**inputs, "o": o.to(inputs["do"].dtype), "lse": lse.t().contiguous().t()}  # as the forward leaves it
 
-    def arguments(self, problem: VarlenProblem, inputs: Inputs) -> tuple[list[torch.Tensor | int], dict[str, Any]]:
-        """Return what a call is given; a baseline runs its forward before."""
-        names = ("q", "k", "v", "o", "lse", "do", "cu_seqlens_q", "cu_seqlens_k")
-        options = {"causal": problem.planned.causal, "softmax_scale": problem.planned.softmax_scale}
-        return [*(inputs[name] for name in names), *problem.longest], options
-
-    def exact(self, problem: VarlenProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:  # type: ignore[override] # three
+    def exact(self, problem: VarlenProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
         """Return the gradients in fp64, of q, k, v and do alone: o and the LSE are computed anew."""
         p = problem.planned
         found = reference.attention_varlen_backward(
@@ -140,40 +119,13 @@ class VarlenBackwardOperator(VarlenOperator):
         )  # fmt: skip
         return tuple(found[name] for name in ("q", "k", "v"))
 
-    def low_precision(self, problem: VarlenBackwardProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
-        """Return what autograd makes of the eager run of each sequence in the problem's dtype."""
-        found = [
-            torch.zeros(inputs[name].shape, dtype=inputs[name].dtype, device=inputs[name].device) for name in "qkv"
-        ]
-        for one, rows, keys, parts in self._sequences(problem, inputs):
-            _, dq, dk, dv = FIXED.eager(one, parts)
-            for whole, part, its in zip(found, (dq, dk, dv), (rows, keys, keys), strict=True):
-                whole[its] = part[0].transpose(0, 1)
-        return tuple(found)
+    def answers(self, problem: VarlenProblem) -> list[tuple[int, ...]]:
+        """Return the shape of each gradient."""
+        return [*self.shapes(problem).values()][:3]
 
-    def error_scale(self, problem: VarlenBackwardProblem, inputs: Inputs) -> tuple[Scale, ...]:  # type: ignore[override]
-        """Return what is allowed in each element of dq, dk and dv, sequence by sequence."""
-        found: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for name in "qkv":
-            shape, device = inputs[name].shape, inputs[name].device
-            found.append((torch.zeros(*shape, device=device), torch.zeros(*shape[:2], 1, device=device)))
-        for one, rows, keys, parts in self._sequences(problem, inputs):
-            scales = FIXED.error_scale(one, parts)
-            for (largest, rms), scale, its in zip(found, scales, (rows, keys, keys), strict=True):
-                largest[its], rms[its] = (each[0].transpose(0, 1) for each in scale)
-        return tuple(Scale(*each) for each in found)
-
-    def _sequences(
-        self, problem: VarlenBackwardProblem, inputs: Inputs
-    ) -> Iterator[tuple[BackwardProblem, slice, slice, dict[str, torch.Tensor]]]:
-        """Yield the sequences that have queries and keys: problem, rows, keys, and ``[1, H, S, D]`` tensors."""
-        ends_q, ends_k = (itertools.accumulate(lengths) for lengths in (problem.lengths, problem.lengths_k))
-        for one, end_q, end_k in zip(problem.backward_problems(), ends_q, ends_k, strict=True):
-            p = one.forward
-            rows, keys = slice(end_q - p.seqlen_q, end_q), slice(end_k - p.seqlen_k, end_k)
-            if p.seqlen_q and p.seqlen_k:
-                places = {"q": rows, "k": keys, "v": keys, "do": rows}
-                yield one, rows, keys, {name: inputs[name][its].transpose(0, 1)[None] for name, its in places.items()}
+    def of_sequence(self, sequence: AttentionProblem) -> BackwardProblem:
+        """Return the problem of one sequence, for ``fixed``."""
+        return BackwardProblem(sequence)
 
     def plan(self, subject: str, problem: VarlenBackwardProblem, gpu: GpuSpec) -> Any:  # type: ignore[override]
         """Return the plan of a call. Raises ``UnsupportedError``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -42,10 +43,10 @@ def reason_of(error: UnsupportedError) -> str:
 
 
 class KernelOperator:
-    """What our operators share. It fits ``proof.operator.Operator``.
+    """What our operators share. It fits ``proof.operator.OurOperator``.
 
-    To be written: ``make_problem``, ``plan``, ``prepare``, ``work``, ``make_inputs``, ``arguments``, ``exact`` and
-    ``low_precision``. A problem is what the harness hands on; ``sizes`` returns the part with its sizes and dtype.
+    To be written: ``make_problem``, ``work``, ``make_inputs``, ``arguments``, ``exact`` and ``low_precision``. The
+    harness hands problems on; ``sizes`` returns the part with the sizes and the dtype.
     """
 
     name: str  # in suites and records
@@ -56,6 +57,8 @@ class KernelOperator:
     kernels: ClassVar[Mapping[str, str]]  # our implementations by name: the kernel that each asks for
     public_module: ClassVar[str] = ""  # of the one that asks for "auto"; empty: the operator's own module
     rooms: ClassVar[Sequence[str]]  # folders with the code of a call
+    planner: ClassVar[Callable[..., Any]]  # of a problem, a GPU and the kernel asked for; raises UnsupportedError
+    preparer: ClassVar[str]  # module:function, which returns the kernels of a plan; it imports Triton
     spill_bytes: ClassVar[Mapping[str, int]] = {}  # local memory a thread that a kernel may use
     framework: ClassVar[Sequence[str]]  # patterns of PyTorch's own kernels
     known_baselines: ClassVar[Mapping[str, Baseline]]
@@ -105,6 +108,10 @@ class KernelOperator:
             for key, value in self.values(problem).items()
             if key in self.required or key not in self.omitted or value != self.omitted[key]
         }
+
+    def changed(self, problem: Any, **values: Any) -> Any:
+        """Return a problem with other values of some keys."""
+        return self.parse_case({**self.as_table(problem), **values})
 
     def describe(self, problem: Any) -> str:
         """Return a short name of a problem."""
@@ -192,11 +199,13 @@ class KernelOperator:
 
     def plan(self, subject: str, problem: Any, gpu: GpuSpec) -> Any:
         """Return the plan of a call on ``gpu``, which has ``launches``. Raises ``UnsupportedError``."""
-        raise NotImplementedError
+        return type(self).planner(problem, gpu, self.kernels[subject])
 
     def prepare(self, plan: Any) -> Sequence[PlannedSource]:
         """Return the kernels of a plan, in the order of its launches."""
-        raise NotImplementedError
+        module, _, function = self.preparer.partition(":")
+        kernels: Sequence[PlannedSource] = getattr(importlib.import_module(module), function)(plan)
+        return kernels
 
     def instruction(self, plan: Any, kernel: str) -> str:  # noqa: ARG002 - for those that override it
         """Return the matrix instruction that a kernel promises, as a pattern, or an empty text."""

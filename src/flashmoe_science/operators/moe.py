@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 
 from ..gpu.planning import Axis, Work
-from ..gpu.specs import GpuSpec
 from ..moe import reference
 from ..moe.api import fused_moe
 from ..moe.checks import TENSORS
@@ -27,9 +26,6 @@ from .error_scale import Scale
 from .moe_routing_cases import draw_ids, weight_bytes
 from .moe_scale import experts_scale
 from .stress import halved
-
-if TYPE_CHECKING:
-    from ..gpu.identity import PlannedSource
 
 _MATRIX_KERNELS = (
     "_gate_up_kernel", "_down_kernel", "_grouped_sm90_kernel", "_activation_backward_kernel", "_weight_gradient_kernel",
@@ -52,14 +48,8 @@ class MoeOperator(KernelOperator):
 
     name = "moe"
     fresh: ClassVar[tuple[str, ...]] = (
-        "x",
-        "w_gate_up",
-        "w_down",
-        "bias_gate_up",
-        "bias_down",
-        "shared_gate_up",
-        "shared_down",
-    )
+        "x", "w_gate_up", "w_down", "bias_gate_up", "bias_down", "shared_gate_up", "shared_down",
+    )  # fmt: skip
     keys = {
         "tokens": int, "experts": int, "top_k": int, "hidden": int, "inter": int, "dtype": str, "activation": str,
         "alpha": float, "limit": float, "interleaved": bool, "bias_gate_up": bool, "bias_down": bool,
@@ -69,15 +59,14 @@ class MoeOperator(KernelOperator):
     omitted = {**{item.name: item.default for item in dataclasses.fields(MoeProblem)}, "routing": "uniform"}
     kernels = {
         "fused_moe": "auto",
-        "gemv_triton": "gemv_triton",
-        "few_triton": "few_triton",
-        "grouped_triton": "grouped_triton",
-        "grouped_gluon_sm90": "grouped_gluon_sm90",
+        **{name: name for name in ("gemv_triton", "few_triton", "grouped_triton", "grouped_gluon_sm90")},
     }
     public_module = fused_moe.__module__
     rooms = ("moe",)
     framework = ("*cutlass*gemm*grouped*", "*GroupProblemShape*")
     known_baselines = {**BASELINES, **by_name(ScatterMoe(), SonicMoe(), TritonKernels(), Vllm())}
+    planner: ClassVar[Callable[..., Any]] = staticmethod(lambda case, *more: plan_moe(case.problem, *more))
+    preparer = "flashmoe_science.moe.calls:kernels_of"
     instead = "few_triton or grouped_triton, in a suite of fp16 or fp32"
     cpu_hint = ": a suite of fp16 or fp32 can be checked here"
     max_interpreter_steps = 4096
@@ -106,7 +95,7 @@ class MoeOperator(KernelOperator):
     def scaled(self, case: MoeCase, axis: str, factor: int) -> MoeCase | None:
         """Return a case of more tokens, by the kernels that serve as many."""
         assert axis == "tokens", axis
-        longer: MoeCase = self.parse_case({**self.as_table(case), "tokens": case.problem.tokens * factor})
+        longer: MoeCase = self.changed(case, tokens=case.problem.tokens * factor)
         return longer
 
     def describe(self, case: MoeCase) -> str:
@@ -168,13 +157,11 @@ class MoeOperator(KernelOperator):
 
     def exact(self, case: MoeCase, inputs: Inputs) -> Any:
         """Return the answer in fp64."""
-        options: dict[str, Any] = {**inputs, **options_of(case)}
-        return reference.fused_moe(**options, dtype=torch.float64)
+        return reference.fused_moe(**inputs, **options_of(case), dtype=torch.float64)
 
     def low_precision(self, case: MoeCase, inputs: Inputs) -> Any:
         """Return the framework's eager answer: a loop over experts in the problem's dtype."""
-        options: dict[str, Any] = {**inputs, **options_of(case)}
-        return reference.fused_moe(**options)
+        return reference.fused_moe(**inputs, **options_of(case))
 
     def error_scale(self, case: MoeCase, inputs: Inputs) -> tuple[Scale, ...]:
         """Return what is allowed in each element of the output."""
@@ -189,7 +176,7 @@ class MoeOperator(KernelOperator):
             sizes = {"tokens": min(p.tokens, 8), "experts": experts, "top_k": min(p.top_k, experts)}
             sizes |= {name: halved(getattr(p, name), 64, lambda _: False) for name in ("hidden", "inter")}
             sizes |= {"shared_inter": halved(p.shared_inter, 64, lambda _: False)} if p.shared_experts else {}
-        found: MoeCase = self.parse_case({**self.as_table(case), **sizes})
+        found: MoeCase = self.changed(case, **sizes)
         return found
 
     def change_values(self, draw: str, case: MoeCase, inputs: Inputs) -> bool:
@@ -208,16 +195,6 @@ class MoeOperator(KernelOperator):
         elif draw == "neighbours":
             x[1:] *= 6
         return draw in ("outliers", "large_activations", "peaked_routing") or case.problem.tokens > 1
-
-    def plan(self, subject: str, case: MoeCase, gpu: GpuSpec) -> MoePlan:
-        """Return the plan of a call. Raises ``UnsupportedError``."""
-        return plan_moe(case.problem, gpu, self.kernels[subject])
-
-    def prepare(self, plan: MoePlan) -> Sequence[PlannedSource]:
-        """Return the kernels of a plan."""
-        from ..moe.calls import kernels_of
-
-        return kernels_of(plan)
 
     def instruction(self, plan: MoePlan, kernel: str) -> str:
         """Return the machine instruction that a kernel of 16-bit operands promises, as a pattern, or an empty text."""

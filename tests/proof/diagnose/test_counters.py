@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe_science.proof.diagnose import counters
 from flashmoe_science.proof.diagnose.counters import attach, parse, read_counters
+from flashmoe_science.proof.diagnose.observations import METRICS
 from flashmoe_science.proof.worker import TaskResult
 
 from .made_up import kernel
@@ -113,7 +113,7 @@ def test_ncu_leaves_the_clocks_alone_and_profiles_one_call():
     assert argv[argv.index("--clock-control") + 1] == "none"
     assert argv[argv.index("--profile-from-start") + 1] == "off"
     assert argv[argv.index("--print-kernel-base") + 1] == "mangled"  # demangled names come simplified
-    assert set(argv[argv.index("--metrics") + 1].split(",")) == set(counters.METRICS)
+    assert set(argv[argv.index("--metrics") + 1].split(",")) == set(METRICS)
 
 
 def test_a_metric_that_this_ncu_does_not_know_is_left_out_and_the_rest_asked_again():

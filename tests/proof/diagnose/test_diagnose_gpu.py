@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from flashmoe_science.proof.diagnose.gather import Request, observe_here
+from flashmoe_science.proof.diagnose.hypotheses import diagnose_case
 from flashmoe_science.proof.diagnose.observations import Status
-from flashmoe_science.proof.diagnose.reason import diagnose_case
 from flashmoe_science.proof.judge.roofline import known_spec
 from flashmoe_science.proof.measure.environment import describe_apart
 from flashmoe_science.proof.subject.loading import load_subject

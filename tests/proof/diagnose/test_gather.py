@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from flashmoe_science.errors import InputError, SuiteError
-from flashmoe_science.proof.diagnose import run as run_module, tasks
-from flashmoe_science.proof.diagnose.gather import CannotObserveError, Request, observe_here
+from flashmoe_science.proof.diagnose import tasks
+from flashmoe_science.proof.diagnose.gather import CannotObserveError, Request, choose_cases, diagnose, observe_here
+from flashmoe_science.proof.diagnose.hypotheses import diagnose_case
 from flashmoe_science.proof.diagnose.observations import Code, Kernel
-from flashmoe_science.proof.diagnose.reason import diagnose_case
 from flashmoe_science.proof.measure.rounds import Case, Plan, measure_case
 from flashmoe_science.proof.records.evidence import Settings
 from flashmoe_science.proof.subject.subject import KernelPromise, Subject
@@ -173,18 +173,18 @@ def request(**changes):
 
 def test_no_gpu_and_none_named_is_an_error():
     with pytest.raises(InputError, match="there is no NVIDIA GPU here") as caught:
-        run_module.diagnose(request(), environment_with(None), say=print)
+        diagnose(request(), environment_with(None), say=print)
     assert "--gpu H200" in caught.value.hint
 
 
 def test_cases_are_chosen_by_name():
     suite = Suite("made-up", SUBJECT.operator, "Made for a test.", (CASE, replace(CASE, name="b")), Path("a.toml"))
-    assert [each.name for each in run_module.choose_cases(suite, SUBJECT, ["b"])] == ["b"]
-    assert [each.name for each in run_module.choose_cases(suite, SUBJECT, [])] == ["r8_n64", "b"]
+    assert [each.name for each in choose_cases(suite, SUBJECT, ["b"])] == ["b"]
+    assert [each.name for each in choose_cases(suite, SUBJECT, [])] == ["r8_n64", "b"]
     with pytest.raises(SuiteError, match="suite made-up has no case 'c'"):
-        run_module.choose_cases(suite, SUBJECT, ["c"])
+        choose_cases(suite, SUBJECT, ["c"])
     with pytest.raises(SuiteError, match="suite made-up is of operator 'other'"):
-        run_module.choose_cases(replace(suite, operator="other"), SUBJECT, [])
+        choose_cases(replace(suite, operator="other"), SUBJECT, [])
 
 
 def test_code_is_matched_by_name_and_among_several_by_the_launch():

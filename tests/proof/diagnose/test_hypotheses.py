@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from flashmoe_science.proof.diagnose.kernels import CONFLICTS, ISSUE, LANES, WARPS, WAVEFRONTS
-from flashmoe_science.proof.diagnose.observations import Sensors, Status, Times
+from flashmoe_science.proof.diagnose.observations import (
+    CONFLICTS,
+    ISSUE,
+    LANES,
+    WARPS,
+    WAVEFRONTS,
+    Sensors,
+    Status,
+    Times,
+)
 
 from .made_up import PLAIN, TENSOR, finding, full_gpu, kernel, observe, scaled, serial_story
 
@@ -189,6 +197,7 @@ def test_threads_idle(one, status):
         ([kernel(2112, code=PLAIN), kernel(8, name="two", code=None, code_missing="?")], {}, CANNOT_TELL),
         ([kernel(2112, code=PLAIN)], {"dram_bytes": 0.9 * 4.8e12 * 500e-6}, RULED_OUT),  # it waits for the memory
         ([kernel(2112, code=PLAIN)], {"device": None}, CONFIRMED),  # a fact of the code, without times
+        ([kernel(2112, code=PLAIN)], {"flops": 0.0}, CONFIRMED),  # a copy: there is nothing to win
     ],
 )
 def test_no_tensor_cores(kernels, more, status):

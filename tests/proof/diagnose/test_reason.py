@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from flashmoe_science.proof.diagnose.experiments import busy_warps, growth, headroom, idle_share
+from flashmoe_science.proof.diagnose.hypotheses import diagnose_case
 from flashmoe_science.proof.diagnose.observations import Status, Times
-from flashmoe_science.proof.diagnose.reason import diagnose_case
 
 from .made_up import PLAIN, kernel, observe, scaled, serial_story
 

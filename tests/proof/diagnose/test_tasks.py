@@ -19,8 +19,8 @@ from flashmoe_science.gpu.machine_code import KernelCode
 from flashmoe_science.gpu.specs import find_gpu
 from flashmoe_science.proof.diagnose import counters, tasks
 from flashmoe_science.proof.diagnose.gather import Request, plan_for
+from flashmoe_science.proof.diagnose.hypotheses import diagnose_case
 from flashmoe_science.proof.diagnose.observations import Kernel
-from flashmoe_science.proof.diagnose.reason import diagnose_case
 from flashmoe_science.proof.subject.loading import load_operator, load_subject
 from flashmoe_science.proof.subject.subject import Subject
 from flashmoe_science.proof.worker import TaskResult, run_command

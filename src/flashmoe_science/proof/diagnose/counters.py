@@ -26,21 +26,7 @@ from typing import Any
 from ...gpu.cuobjdump import demangle
 from ..measure.launches import match_names
 from ..worker import TaskResult, run_command
-from .observations import Kernel
-
-METRICS = (
-    "gpu__time_duration.sum",
-    "dram__bytes_read.sum",
-    "dram__bytes_write.sum",
-    "dram__throughput.avg.pct_of_peak_sustained_elapsed",
-    "sm__warps_active.avg.pct_of_peak_sustained_active",
-    "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
-    "smsp__issue_active.avg.pct_of_peak_sustained_active",
-    "smsp__thread_inst_executed_per_inst_executed.ratio",
-    "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
-    "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum",
-    "lts__t_bytes.sum",
-)
+from .observations import DURATION, METRICS, Kernel
 
 _TIMEOUT_S = 300.0
 _ATTEMPTS = 4  # a metric that this ncu does not know for this GPU is left out, and the rest tried again
@@ -129,28 +115,22 @@ def _number(text: str | None) -> float | None:
         return None
 
 
-_SUMS = tuple(metric for metric in METRICS if metric.endswith(".sum"))
-
-
 def attach(kernels: Sequence[Kernel], rows: Sequence[Row]) -> tuple[list[Kernel], str]:
     """Give each kernel the counters of its launches: sums are added, percentages weighted by time."""
     found, lacking = [], []
     for kernel in kernels:
         own = [row.values for row in rows if _is_of(kernel, row)]
-        if not own:
-            lacking.append(kernel.name)
-            found.append(kernel)
-            continue
+        weights = [values.get(DURATION) or 1.0 for values in own]
         counters = {}
         for metric in METRICS:
-            if not all(metric in values for values in own):
+            values = [values[metric] for values in own if metric in values]
+            if not own or len(values) < len(own):
                 continue
-            if metric in _SUMS:
-                counters[metric] = sum(values[metric] for values in own)
-            else:
-                weights = [values.get("gpu__time_duration.sum", 1.0) or 1.0 for values in own]
-                counters[metric] = sum(w * v[metric] for w, v in zip(weights, own, strict=True)) / sum(weights)
-        found.append(kernel.model_copy(update={"counters": counters}))
+            counters[metric] = sum(values)
+            if not metric.endswith(".sum"):
+                counters[metric] = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
+        lacking += [] if own else [kernel.name]
+        found.append(kernel.model_copy(update={"counters": counters}) if own else kernel)
     if not lacking:
         return found, ""
     shown = ", ".join(dict.fromkeys(row.name for row in rows))

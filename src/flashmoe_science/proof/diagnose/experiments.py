@@ -5,33 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...gpu.occupancy import WARP, Occupancy, occupancy
+from ...gpu.occupancy import Occupancy, occupancy
 from ...gpu.specs import GpuSpec
-from .observations import Chip, Kernel, Observations, Scaled
+from .observations import BANDWIDTH, TENSOR, Chip, Kernel, Observations, Scaled
 
-FULL = 0.6  # of a peak rate. docs/how-to/diagnose.md has the reasons for this and all other thresholds
-
-
-def spec_of(chip: Chip) -> GpuSpec:
-    """Return the limits of ``chip`` as the occupancy model takes them."""
-    tflops = {"plain": chip.plain_flops_per_s / 1e12}
-    return GpuSpec(chip.name, chip.arch, chip.sms, chip.l2_bytes, chip.bandwidth_bytes_per_s, 1, 1, tflops)
+# docs/how-to/diagnose.md has the reasons for these and all other thresholds.
+FULL = 0.6  # of a peak rate
+WORTH = 0.10  # of the kernels' time: less is not worth a cause's name
+IDLE_HIGH = 0.5  # of the GPU's throughput that copies of the work find unused
 
 
-def main_kernel(observations: Observations) -> Kernel | None:
+def main_kernel(kernels: Sequence[Kernel]) -> Kernel | None:
     """Return the kernel that takes most of the time; without times the first of those whose launch is best known."""
 
     def order(kernel: Kernel) -> tuple[float, bool, bool]:
         return kernel.seconds or 0.0, kernel.grid is not None, kernel.block is not None
 
-    return max(observations.kernels, key=order, default=None)
+    return max(kernels, key=order, default=None)
 
 
 def share_of_kernel(observations: Observations, kernel: Kernel) -> float:
     """Return the part of the kernels' time that ``kernel`` takes; without times the main kernel stands for all."""
     total = sum(each.seconds or 0.0 for each in observations.kernels)
     if not total:
-        return 1.0 if kernel is main_kernel(observations) else 0.0
+        return 1.0 if kernel is main_kernel(observations.kernels) else 0.0
     return (kernel.seconds or 0.0) / total
 
 
@@ -39,12 +36,9 @@ def resident(chip: Chip, kernel: Kernel) -> Occupancy | None:
     """Return what one SM holds of ``kernel``, or None where its launch is not known."""
     if kernel.threads is None or kernel.shared_memory_bytes is None:
         return None
-    return occupancy(
-        spec_of(chip),
-        threads=kernel.threads,
-        registers=kernel.registers,
-        shared_memory_bytes=kernel.shared_memory_bytes,
-    )
+    spec = GpuSpec(chip.name, chip.arch, chip.sms, chip.l2_bytes, chip.bandwidth_bytes_per_s, 1, 1, {})
+    shared = kernel.shared_memory_bytes
+    return occupancy(spec, threads=kernel.threads, registers=kernel.registers, shared_memory_bytes=shared)
 
 
 def busy_warps(chip: Chip, kernel: Kernel) -> int | None:
@@ -61,13 +55,44 @@ def idle_share(chip: Chip, kernel: Kernel) -> float | None:
     Fewer blocks than SMs leave SMs without work. More of them run in rounds of as many as the SMs hold, and the last
     round may be a small one; up to that many, some SMs have a block more than others.
     """
-    held = resident(chip, kernel)
-    if kernel.blocks is None or kernel.blocks == 0:
+    if not kernel.blocks:
         return None
-    capacity = chip.sms * max(1, held.blocks if held else 1)
+    capacity = capacity_of(chip, kernel)
     unit = chip.sms if kernel.blocks <= capacity else capacity
     rounds = -(-kernel.blocks // unit)
     return 1 - kernel.blocks / (rounds * unit)
+
+
+def capacity_of(chip: Chip, kernel: Kernel) -> int:
+    """Return how many blocks the SMs hold at a time."""
+    held = resident(chip, kernel)
+    return chip.sms * max(1, held.blocks if held else 1)
+
+
+def smaller_tail(seen: Observations, chip: Chip, kernel: Kernel) -> tuple[Scaled, float, float] | None:
+    """Return the longer call with the fullest last round, the gain predicted from that, and the gain measured."""
+    base, idle = seen.clock_seconds, idle_share(chip, kernel)
+    best: tuple[Scaled, float, float] | None = None
+    for run in seen.scaled:
+        if run.kind != "parallel" or not run.seconds or run.blocks != run.factor * (kernel.blocks or 0):
+            continue
+        other = idle_share(chip, kernel.model_copy(update={"grid": (run.blocks, 1, 1)}))
+        if base is None or idle is None or other is None:
+            continue
+        predicted = (1 - other) / (1 - idle)
+        if predicted >= 1 + WORTH / 2 and (best is None or predicted > best[1]):
+            best = run, predicted, run.factor * base / run.seconds
+    return best
+
+
+def no_runs(seen: Observations, kind: str) -> str:
+    """Return why there is no time of a longer axis of this kind."""
+    runs = [run for run in seen.scaled if run.kind == kind]
+    if reasons := dict.fromkeys(run.reason for run in runs if run.reason):
+        return "; ".join(reasons)
+    if tried := [str(run.blocks) for run in runs if run.seconds is not None]:
+        return f"the longer calls have other grids (blocks: {', '.join(tried)})"
+    return seen.why_missing("scaled", "times")
 
 
 @dataclass(frozen=True)
@@ -91,21 +116,17 @@ def growth(observations: Observations, *, blocks: int, sms: int) -> Growth | Non
     if base is None:
         return None
     best: Growth | None = None
-    axes = dict.fromkeys(run.axis for run in observations.scaled if run.kind == "sequential")
-    for axis in axes:
-        runs = [
-            run
-            for run in observations.scaled
-            if run.axis == axis and run.seconds is not None and run.blocks is not None and run.factor > 1
-            if run.blocks == blocks or max(run.blocks, blocks) <= sms
-        ]
-        if not runs:
-            continue
-        factors = (1, *(run.factor for run in runs))
-        seconds = (base, *(run.seconds or 0.0 for run in runs))
-        fixed = all(run.blocks == blocks for run in runs)
+    usable = [
+        run
+        for run in observations.scaled
+        if run.kind == "sequential" and run.seconds is not None and run.blocks is not None and run.factor > 1
+        if run.blocks == blocks or max(run.blocks, blocks) <= sms
+    ]
+    for axis in dict.fromkeys(run.axis for run in usable):
+        runs = [run for run in usable if run.axis == axis]
+        factors, seconds = (1, *(run.factor for run in runs)), (base, *(run.seconds or 0.0 for run in runs))
         found = Growth(_line_share(factors, seconds), axis, runs[0].meaning, factors, seconds)
-        if fixed:
+        if all(run.blocks == blocks for run in runs):
             return found
         best = best or found
     return best
@@ -143,6 +164,14 @@ def headroom(observations: Observations) -> Headroom | None:
     return max(found, key=lambda each: each.gain, default=None)
 
 
+def copies_are_free(seen: Observations, what: str) -> str:
+    """Return that copies of the work find most of the GPU's throughput unused, or an empty text."""
+    found = headroom(seen)
+    if found is None or found.idle < IDLE_HIGH:
+        return ""
+    return f"with {found.run.factor} times {found.run.meaning}, {found.gain:.1f} times {what} in the same time"
+
+
 @dataclass(frozen=True)
 class Load:
     """How much of one of the GPU's rates a call is known to use."""
@@ -155,7 +184,7 @@ class Load:
 
 def memory_load(observations: Observations) -> Load | None:
     """Return how much of the memory's bandwidth the call uses: counted, or at least."""
-    counted = weighted(observations, "dram__throughput.avg.pct_of_peak_sustained_elapsed")
+    counted = weighted(observations, BANDWIDTH)
     if counted is not None:
         return Load(counted / 100, f"counters: {counted:.0f} % of the memory's bandwidth is used", exact=True)
     device, chip = observations.times.device, observations.chip
@@ -172,10 +201,10 @@ def arithmetic_load(observations: Observations) -> Load | None:
         return None
     share = observations.work.flops / chip.flops_per_s / device
     said = f"its operations take {percent(share)} of the time at the peak rate"
-    counted = weighted(observations, "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active")
-    if counted is not None:
-        said += f"; counters: the tensor cores of busy SMs are active {counted:.0f} % of the time"
-    return Load(share, said, counted=None if counted is None else counted / 100)
+    if (counted := weighted(observations, TENSOR)) is None:
+        return Load(share, said)
+    said += f"; counters: the tensor cores of busy SMs are active {counted:.0f} % of the time"
+    return Load(share, said, counted=counted / 100)
 
 
 def weighted(observations: Observations, metric: str) -> float | None:
@@ -192,13 +221,6 @@ def summed(observations: Observations, *metrics: str) -> float | None:
     if not values or any(value is None for value in values):
         return None
     return sum(value for value in values if value is not None)
-
-
-def idle_lanes(kernel: Kernel) -> float | None:
-    """Return the part of a block's lanes that have no thread: its last warp is not full."""
-    if kernel.threads is None:
-        return None
-    return 1 - kernel.threads / (-(-kernel.threads // WARP) * WARP)
 
 
 def percent(share: float) -> str:

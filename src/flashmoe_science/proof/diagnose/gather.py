@@ -1,40 +1,62 @@
-"""Ask worker processes for the observations of a diagnosis. A missing one has a reason, and the rest goes on."""
+"""One diagnosis: ask worker processes for observations, and draw conclusions from them.
+
+A missing observation has a reason, and the rest goes on.
+"""
 
 from __future__ import annotations
 
+import difflib
+import secrets
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ...errors import ProofError, page
+from ...errors import InputError, ProofError, SuiteError, page
 from ...gpu.specs import GpuSpec
 from ..gates.launch import case_problems
 from ..gates.run import work_of
 from ..judge.roofline import fewest_dram_bytes, known_spec
-from ..records.evidence import CaseRecord, Gate, GateStatus, Gpu, Rounds, Settings, TimeKind, Work
+from ..records.evidence import (
+    CaseRecord,
+    Environment,
+    Gate,
+    GateName,
+    GateStatus,
+    Gpu,
+    Rounds,
+    Settings,
+    TimeKind,
+    Work,
+)
 from ..subject.build_command import known_gpus, run_build
 from ..subject.failure_hints import explain_build
 from ..subject.loading import operator_of
 from ..subject.operator import Operator, Scalable, framework_kernels
 from ..subject.subject import Subject
-from ..subject.suites import SuiteCase
+from ..subject.suites import Suite, SuiteCase, check_operator
 from ..worker import TaskResult, run_task
 from .counters import read_counters
 from .experiments import main_kernel
-from .observations import Chip, Kernel, Observations, Scaled, Sensors, TimedBaseline, Times
+from .hypotheses import diagnose_case
+from .observations import Chip, Diagnosis, Kernel, Observations, Scaled, Sensors, TimedBaseline, Times
 
 _ROUNDS = 5
 _SEQUENTIAL = (2, 4)
 _PARALLEL = (2, 4, 16)  # of the first parallel axis; of the others the middle one, to see that they agree
 _LARGEST_BYTES, _MOST_FLOPS = 1 << 30, 4e13  # of a longer call: inputs in several sets, and the exact answer in fp64
+_LONGER = " with "
+
+# The rough model of the time, in seconds: processes of launches, of graph and wall time, and of kernel time, then the
+# counters.
+_PROCESSES, _START, _CALLS_OF_CASE, _CALL_OF_ARM, _COUNTERS_OF_CASE = 3, 4.0, 8, 0.4, 15.0
 
 _HERE = __package__ or ""
 _PROOF = _HERE.rpartition(".")[0]
 
-
 Say = Callable[[str], None]
 RunTask = Callable[..., TaskResult]  # ``worker.run_task``, or its stand-in
+Told = dict[str, dict[str, Any]]  # what a process said of cases, by their names
 
 
 @dataclass(frozen=True)
@@ -58,17 +80,65 @@ class CannotObserveError(ProofError):
         self.gate = gate
 
 
-@dataclass
-class _Longer:
-    """One case and the longer ones that are compared with it."""
+def choose_cases(suite: Suite, subject: Subject, names: Sequence[str]) -> list[SuiteCase]:
+    """Return the cases called ``names``, or all.
 
-    case: SuiteCase
-    tables: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> problem, as a table
-    runs: dict[str, Scaled] = field(default_factory=dict)
-    reason: str = ""  # why there are no longer ones
+    Raises:
+        SuiteError: the suite is of another operator, or has no such case.
+    """
+    check_operator(suite, subject)
+    known = {case.name: case for case in suite.cases}
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            listing = f"`flashmoe suites {suite.name or 'SUITE'}` lists the cases"
+            where = f"suite {suite.name} has" if suite.name else f"the packaged suites of {suite.operator} have"
+            hint = f"did you mean {near[0]}? {listing}" if near else listing
+            raise SuiteError(f"{where} no case {name!r}", hint=hint)
+    return [known[name] for name in names] or list(suite.cases)
 
 
-def build(subject: Subject, gpu: Gpu, say: Say) -> None:
+def observes_here(request: Request, environment: Environment) -> bool:
+    """Return whether the GPU of this machine is observed, or only what compiling tells."""
+    here = environment.gpu
+    return here is not None and (request.gpu is None or request.gpu == known_spec(here))
+
+
+def expected_seconds(request: Request) -> float:
+    """Return roughly how long observing holds a GPU: three processes, each with every case and its longer ones."""
+    calls = len(request.cases) * _CALLS_OF_CASE
+    arms = 1 + len(request.baselines) + bool(request.baselines)
+    counted = _COUNTERS_OF_CASE * len(request.cases) if request.counters else 0.0
+    return _PROCESSES * _START + calls * arms * _CALL_OF_ARM + counted
+
+
+def diagnose(request: Request, environment: Environment, *, say: Say) -> Diagnosis:
+    """Observe and reason; ``say`` gets a line for each step. Raises ``InputError``: no GPU here, and none was named.
+
+    ``failed`` of the diagnosis says where nothing could be observed because the subject cannot be built or imported.
+    """
+    if request.seed is None:
+        request = replace(request, seed=secrets.randbits(31))
+    result = Diagnosis(subject=request.subject.name, command=request.command, environment=environment)
+    here = environment.gpu
+    try:
+        if here is not None and observes_here(request, environment):
+            if "cuda" not in request.subject.devices:
+                raise InputError(f"{request.subject.name} runs on the CPU only: there is no kernel to diagnose")
+            _build(request.subject, here, say)
+            observations = observe_here(request, here, say=say)
+        elif request.gpu is not None:
+            why = "no GPU here" if here is None else f"the GPU here is another one: {here.name}"
+            observations = plan_for(request, request.gpu, why, say=say)
+        else:
+            hint = "name one to see what compiling alone tells: --gpu H200"
+            raise InputError("there is no NVIDIA GPU here", hint=hint)
+    except CannotObserveError as error:
+        return result.model_copy(update={"failed": error.gate})
+    return result.model_copy(update={"cases": [diagnose_case(each) for each in observations]})
+
+
+def _build(subject: Subject, gpu: Gpu, say: Say) -> None:
     """Run the subject's build command as gate build does. Raises ``CannotObserveError``."""
     if subject.build_command is None:
         return
@@ -84,10 +154,30 @@ def build(subject: Subject, gpu: Gpu, say: Say) -> None:
         raise CannotObserveError(_failed("build", summary, built.result))
 
 
-def _failed(gate: Any, summary: str, result: TaskResult) -> Gate:
+def _failed(gate: GateName, summary: str, result: TaskResult) -> Gate:
     tail = [line for line in result.output_tail.strip().splitlines() if line.strip()][-8:]
     hint = "`flashmoe prove SUBJECT --until import` says more"
     return Gate(name=gate, status=GateStatus.FAILED, summary=summary, hint=hint, details=tail)
+
+
+@dataclass
+class _Longer:
+    """One case and the longer ones that are compared with it."""
+
+    case: SuiteCase
+    tables: Told = field(default_factory=dict)  # name -> problem, as a table
+    runs: dict[str, Scaled] = field(default_factory=dict)
+    reason: str = ""  # why there are no longer ones
+
+
+@dataclass(frozen=True)
+class _Observed:
+    """What the processes said."""
+
+    launched: Told
+    clocks: Told  # graph and wall time
+    profiled: Told  # kernel time
+    unfinished: str  # what to say of a case that was not reached
 
 
 def observe_here(request: Request, gpu: Gpu, *, say: Say, run: RunTask = run_task) -> list[Observations]:
@@ -98,8 +188,9 @@ def observe_here(request: Request, gpu: Gpu, *, say: Say, run: RunTask = run_tas
     """
     operator = operator_of(request.subject)
     families = [_longer(operator, case) for case in request.cases]
-    tables = [
-        {"name": name, "problem": table, "origin": "", "code": name == each.case.name}
+    own = {each.case.name for each in families}
+    tables: list[dict[str, Any]] = [
+        {"name": name, "problem": table, "origin": "", "code": name in own}
         for each in families
         for name, table in each.tables.items()
     ]
@@ -112,38 +203,29 @@ def observe_here(request: Request, gpu: Gpu, *, say: Say, run: RunTask = run_tas
     clocks, unfinished = _measure(run, {**common, "cases": tables}, request, ["graph", "wall"], say)
     captured = {name for name, case in clocks.items() if "graph" in _seconds(case, request.subject.name)}
     say("kernel time")
-    own = {each.case.name: each for each in families}
-    kernel_tables = [table for table in tables if table["name"] in own or _base(str(table["name"])) not in captured]
-    profiled, _ = _measure(run, {**common, "cases": kernel_tables}, request, ["kernel"], say)
+    lacking = [each for each in tables if each["name"] in own or each["name"].partition(_LONGER)[0] not in captured]
+    profiled, _ = _measure(run, {**common, "cases": lacking}, request, ["kernel"], say)
+    told = _Observed(launched, clocks, profiled, unfinished.summary)
     observations = []
     for each in families:
-        found = _observe(operator, request, gpu, each, launched, clocks, profiled, unfinished)
+        found = _observe(operator, request, gpu, each, told)
+        why = "" if request.counters else "they were not asked for"
         if request.counters and found.kernels and found.times.device is not None:
             say(f"counters of {each.case.name}")
             payload = {**common, "case": {"problem": operator.as_table(each.case.problem)}}
             kernels, why = read_counters(payload, found.kernels)
-            missing = {**found.missing, **({"counters": why} if why else {})}
-            found = found.model_copy(update={"kernels": kernels, "missing": missing})
-        elif not request.counters:
-            found = found.model_copy(update={"missing": {**found.missing, "counters": "they were not asked for"}})
-        observations.append(found)
+            found = found.model_copy(update={"kernels": kernels})
+        missing = {**found.missing, **({"counters": why} if why else {})}
+        observations.append(found.model_copy(update={"missing": missing}))
     return observations
-
-
-_LONGER = " with "
-
-
-def _base(name: str) -> str:
-    return name.partition(_LONGER)[0]
 
 
 def _longer(operator: Operator, case: SuiteCase) -> _Longer:
     """Return ``case`` with the longer ones that its operator offers."""
     found = _Longer(case, {case.name: operator.as_table(case.problem)})
     if not isinstance(operator, Scalable):
-        found.reason = (
-            f"operator {operator.name} offers no longer problems (axes and scaled: {page('how-to/diagnose')})"
-        )
+        told = f"axes and scaled: {page('how-to/diagnose')}"
+        found.reason = f"operator {operator.name} offers no longer problems ({told})"
         return found
     axes = list(operator.axes())
     first = next((axis.name for axis in axes if axis.kind == "parallel"), "")
@@ -159,18 +241,14 @@ def _longer(operator: Operator, case: SuiteCase) -> _Longer:
                 reason = f"{factor} times {axis.meaning} is too large to try"
             else:
                 found.tables[name] = operator.as_table(problem)
-            found.runs[name] = Scaled.model_validate(
-                {"case": name, "axis": axis.name, "kind": axis.kind, "meaning": axis.meaning, "factor": factor}
-                | {"reason": reason}
-            )
+            table = {"case": name, "axis": axis.name, "kind": axis.kind, "meaning": axis.meaning, "factor": factor}
+            found.runs[name] = Scaled.model_validate({**table, "reason": reason})
     return found
 
 
-def _collect(
-    run: RunTask, task: str, payload: dict[str, Any], request: Request, say: Say
-) -> tuple[dict[str, dict[str, Any]], Gate]:
+def _collect(run: RunTask, task: str, payload: dict[str, Any], request: Request, say: Say) -> tuple[Told, Gate]:
     """Run a task that emits its cases; return those finished by name, and what to say where one is lacking."""
-    finished: dict[str, dict[str, Any]] = {}
+    finished: Told = {}
 
     def on_event(event: dict[str, Any]) -> None:
         if event.get("event") == "case":
@@ -186,7 +264,7 @@ def _collect(
 
 def _measure(
     run: RunTask, common: dict[str, Any], request: Request, times: list[TimeKind], say: Say
-) -> tuple[dict[str, dict[str, Any]], Gate]:
+) -> tuple[Told, Gate]:
     """Take some times of some cases; the profiler's without a flush of L2, as the others are taken."""
     settings = Settings(times=times, processes=1, rounds=_ROUNDS, cache="rotating", seed=request.seed)
     payload = {
@@ -209,62 +287,57 @@ def _seconds(case: Mapping[str, Any], arm: str) -> dict[str, float]:
     return {kind: statistics.median(columns[arm]) for kind, columns in rounds.seconds.items() if columns.get(arm)}
 
 
-def _reasons(case: Mapping[str, Any], arm: str) -> str:
+def _reason(case: Mapping[str, Any], arm: str) -> str:
     return next((each["reason"] for each in case.get("arms", ()) if each["name"] == arm), "")
 
 
-def _observe(
-    operator: Operator,
-    request: Request,
-    gpu: Gpu,
-    family: _Longer,
-    launched: Mapping[str, dict[str, Any]],
-    clocks: Mapping[str, dict[str, Any]],
-    profiled: Mapping[str, dict[str, Any]],
-    unfinished: Gate,
-) -> Observations:
+def _observe(operator: Operator, request: Request, gpu: Gpu, family: _Longer, told: _Observed) -> Observations:
     """Put together what the processes said of one case."""
     name, subject = family.case.name, request.subject.name
-    timed, profile, launch = clocks.get(name, {}), profiled.get(name, {}), launched.get(name, {})
+    timed, profile, launch = (each.get(name, {}) for each in (told.clocks, told.profiled, told.launched))
     missing: dict[str, str] = {}
     if not launch.get("kernels"):
         missing["launches"] = launch.get("reason") or "the process that captures launches did not reach it"
     seconds = {**_seconds(timed, subject), **_seconds(profile, subject)}
+    lost = _reason(timed, subject) or _reason(profile, subject)
     if not seconds:
-        missing["times"] = (
-            _reasons(timed, subject) or _reasons(profile, subject) or missing.get("launches") or unfinished.summary
-        )
-    elif lost := _reasons(timed, subject) or _reasons(profile, subject):
+        missing["times"] = lost or missing.get("launches") or told.unfinished
+    elif lost:
         missing["wall"] = lost
     if family.reason:
         missing["scaled"] = family.reason
-    clock: Literal["graph", "kernel"] | None = (
-        "graph" if "graph" in seconds else "kernel" if "kernel" in seconds else None
-    )
-    times = {**dict.fromkeys(("kernel", "graph", "wall")), **seconds}
+    clock: Literal["graph", "kernel"] | None
+    clock = "graph" if "graph" in seconds else "kernel" if "kernel" in seconds else None
     spec = known_spec(gpu)
     if spec is None:
         missing["gpu"] = f"{gpu.name} is not in the table of gpu/specs.py: its rates and limits are not known"
-    rounds = Rounds.model_validate(timed["rounds"]) if timed.get("rounds") else None
-    if rounds is None or all(value is None for value in rounds.sm_clock_mhz):
+    sensors = Sensors(max_sm_clock_mhz=gpu.max_sm_clock_mhz)
+    if timed.get("rounds"):
+        rounds = Rounds.model_validate(timed["rounds"])
+        sensors = sensors.model_copy(update={"sm_clock_mhz": rounds.sm_clock_mhz, "throttle": rounds.throttle})
+    if all(value is None for value in sensors.sm_clock_mhz):
         missing["sensors"] = missing.get("times", "the driver does not report them (`flashmoe doctor` says why)")
-    work = work_of(operator, family.case.problem)
-    source = {"graph": clocks, "kernel": profiled}.get(clock or "", {})
+    work, problem = work_of(operator, family.case.problem), operator.as_table(family.case.problem)
+    sets = {key: timed[key] for key in ("input_sets", "input_set_bytes") if key in timed}
     return Observations(
         case=name,
-        problem=operator.as_table(family.case.problem),
+        problem=problem,
         work=work,
         chip=None if spec is None else chip_of(spec, work, gpu.max_sm_clock_mhz),
-        times=Times.model_validate(times),
+        times=Times.model_validate(seconds),
         clock=clock,
         clock_seconds=seconds.get(clock) if clock else None,
-        dram_bytes=_dram_bytes(family.case, work, gpu, timed),
+        dram_bytes=fewest_dram_bytes(
+            CaseRecord(name=name, problem={}, origin="", work=work, **sets), gpu, flushed=False
+        ),
         kernels=[Kernel.model_validate(each) for each in launch.get("kernels", [])],
-        scaled=list(_scaled(family, subject, clock, source, launched, unfinished)),
-        sensors=Sensors(max_sm_clock_mhz=gpu.max_sm_clock_mhz)
-        if rounds is None
-        else Sensors(sm_clock_mhz=rounds.sm_clock_mhz, throttle=rounds.throttle, max_sm_clock_mhz=gpu.max_sm_clock_mhz),
-        baselines=_baselines(request.baselines, timed, profile),
+        scaled=[_timed(run, subject, clock, told) for run in family.runs.values()],
+        sensors=sensors,
+        baselines=[
+            TimedBaseline(name=each, times=Times.model_validate(times))
+            for each in request.baselines
+            if (times := {**_seconds(timed, each), **_seconds(profile, each)})
+        ],
         promised=bool(launch.get("capture", {}).get("promises")),
         broken_promises=_broken(operator, request.subject, name, launch),
         missing=missing,
@@ -279,72 +352,30 @@ def _broken(operator: Operator, subject: Subject, name: str, launch: Mapping[str
     return case_problems(subject, case, framework=framework_kernels(operator), needs_graph=False)
 
 
-def _scaled(
-    family: _Longer,
-    subject: str,
-    clock: str | None,
-    source: Mapping[str, dict[str, Any]],
-    launched: Mapping[str, dict[str, Any]],
-    unfinished: Gate,
-) -> Iterator[Scaled]:
-    """Yield the longer calls with their times and grids, or why they have none."""
-    for name, run in family.runs.items():
-        if run.reason:
-            yield run
-            continue
-        case, launch = source.get(name, {}), launched.get(name, {})
-        seconds = _seconds(case, subject).get(clock or "")
-        kernel = _main([Kernel.model_validate(each) for each in launch.get("kernels", [])])
-        reason = ""
-        if seconds is None:
-            why = _reasons(case, subject) or launch.get("reason") or unfinished.summary
-            reason = f"{run.factor} times {run.meaning}: {why}"
-        blocks = kernel.blocks if kernel else None
-        yield run.model_copy(update={"seconds": seconds, "blocks": blocks, "reason": reason})
-
-
-def _main(kernels: list[Kernel]) -> Kernel | None:
-    return main_kernel(Observations(case="", problem={}, work=Work(flops=0, bytes=0, tokens=0), kernels=kernels))
-
-
-def _baselines(names: Sequence[str], timed: Mapping[str, Any], profile: Mapping[str, Any]) -> list[TimedBaseline]:
-    found = []
-    for name in names:
-        seconds = {**_seconds(timed, name), **_seconds(profile, name)}
-        if seconds:
-            found.append(TimedBaseline(name=name, times=Times.model_validate(seconds)))
-    return found
+def _timed(run: Scaled, subject: str, clock: str | None, told: _Observed) -> Scaled:
+    """Return a longer call with its time and grid, or why it has none."""
+    if run.reason:
+        return run
+    case = {"graph": told.clocks, "kernel": told.profiled}.get(clock or "", {}).get(run.case, {})
+    launch = told.launched.get(run.case, {})
+    seconds = _seconds(case, subject).get(clock or "")
+    kernel = main_kernel([Kernel.model_validate(each) for each in launch.get("kernels", [])])
+    reason = ""
+    if seconds is None:
+        why = _reason(case, subject) or launch.get("reason") or told.unfinished
+        reason = f"{run.factor} times {run.meaning}: {why}"
+    blocks = kernel.blocks if kernel else None
+    return run.model_copy(update={"seconds": seconds, "blocks": blocks, "reason": reason})
 
 
 def chip_of(spec: GpuSpec, work: Work, max_sm_clock_mhz: int | None = None) -> Chip:
     """Return what limits a call on this GPU, at the highest clock: the roofline's rates."""
     clock = max(spec.max_sm_clock_mhz, max_sm_clock_mhz or 0) / spec.boost_sm_clock_mhz * 1e12
-    return Chip(
-        name=spec.name,
-        arch=spec.arch,
-        sms=spec.sms,
-        l2_bytes=spec.l2_bytes,
-        bandwidth_bytes_per_s=spec.bandwidth_bytes_per_s,
-        flops_per_s=spec.peak_tflops.get(work.peak, max(spec.peak_tflops.values())) * clock,
-        plain_flops_per_s=spec.peak_tflops["fp32"] * clock,
-        threads_per_sm=spec.threads_per_sm,
-        blocks_per_sm=spec.blocks_per_sm,
-        registers_per_sm=spec.registers_per_sm,
-        shared_memory_per_sm_bytes=spec.shared_memory_per_sm_bytes,
-        shared_memory_per_block_bytes=spec.shared_memory_per_block_bytes,
-    )
-
-
-def _dram_bytes(case: SuiteCase, work: Work, gpu: Gpu, timed: Mapping[str, Any]) -> float:
-    record = CaseRecord(
-        name=case.name,
-        problem={},
-        origin="",
-        work=work,
-        input_sets=timed.get("input_sets", 1),
-        input_set_bytes=timed.get("input_set_bytes", 0),
-    )
-    return fewest_dram_bytes(record, gpu, flushed=False)
+    rates: dict[str, Any] = {
+        "flops_per_s": spec.peak_tflops.get(work.peak, max(spec.peak_tflops.values())) * clock,
+        "plain_flops_per_s": spec.peak_tflops["fp32"] * clock,
+    }
+    return Chip(**{name: rates[name] if name in rates else getattr(spec, name) for name in Chip.model_fields})
 
 
 def plan_for(request: Request, spec: GpuSpec, why: str, *, say: Say, run: RunTask = run_task) -> list[Observations]:
@@ -354,19 +385,11 @@ def plan_for(request: Request, spec: GpuSpec, why: str, *, say: Say, run: RunTas
     payload = {"subject": request.subject.to_json(), "cases": tables, "gpu": spec.name, "arch": spec.arch}
     planned, ended = _collect(run, f"{_HERE}.tasks:plan_kernels", payload, request, say)
     found = []
-    for case in request.cases:
+    for case, table in zip(request.cases, tables, strict=True):
         work, plan = work_of(operator, case.problem), planned.get(case.name, {})
-        missing = dict.fromkeys(("times", "wall", "scaled", "counters", "sensors", "captured"), why)
         kernels = [Kernel.model_validate(each) for each in plan.get("kernels", [])]
-        missing["launches"] = (plan.get("reason") or ended.summary) if not kernels else why
-        found.append(
-            Observations(
-                case=case.name,
-                problem=operator.as_table(case.problem),
-                work=work,
-                chip=chip_of(spec, work),
-                kernels=kernels,
-                missing=missing,
-            )
-        )
+        missing = dict.fromkeys(("times", "wall", "scaled", "counters", "sensors", "captured"), why)
+        missing["launches"] = why if kernels else plan.get("reason") or ended.summary
+        told: dict[str, Any] = {**table, "work": work, "chip": chip_of(spec, work), "missing": missing}
+        found.append(Observations(case=told.pop("name"), kernels=kernels, **told))
     return found

@@ -14,6 +14,20 @@ from ..records.evidence import Environment, Gate, Model, Work
 
 SCHEMA_VERSION = 1
 
+# Nsight Compute's names of the counters that are read.
+DURATION = "gpu__time_duration.sum"
+READ, WRITTEN = "dram__bytes_read.sum", "dram__bytes_write.sum"
+BANDWIDTH = "dram__throughput.avg.pct_of_peak_sustained_elapsed"
+WARPS = "sm__warps_active.avg.pct_of_peak_sustained_active"
+TENSOR = "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active"
+ISSUE = "smsp__issue_active.avg.pct_of_peak_sustained_active"
+LANES = "smsp__thread_inst_executed_per_inst_executed.ratio"
+CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"
+WAVEFRONTS = "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum"
+METRICS = (
+    DURATION, READ, WRITTEN, BANDWIDTH, WARPS, TENSOR, ISSUE, LANES, CONFLICTS, WAVEFRONTS, "lts__t_bytes.sum",
+)  # fmt: skip
+
 
 class Times(Model):
     """Medians of one call in seconds."""

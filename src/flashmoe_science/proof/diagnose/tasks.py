@@ -25,7 +25,7 @@ from ..measure.measure import CudaTimer, Timer
 from ..measure.rounds import Case
 from ..measure.schedule import derived_seed
 from ..subject.loading import load_entry, operator_of
-from ..subject.operator import Operator, Planning
+from ..subject.operator import Operator, Planning, ours
 from ..subject.subject import Subject, add_python_path
 from ..worker import Emit
 from .observations import Code, Kernel
@@ -240,7 +240,7 @@ def plan_kernels(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
 def _own_kernels(operator: Operator, subject: Subject, problem: Any, gpu: str) -> tuple[list[Kernel], str]:
     if not isinstance(operator, Planning):
         return [], f"operator {operator.name} does not say what its kernels would be on a GPU that is not here"
-    if (refusal := operator.refusal(subject.name, problem, gpu)) is not None:
+    if (refusal := ours(operator).refusal(subject.name, problem, gpu)) is not None:
         return [], f"not served on {gpu}: {refusal}"
     try:
         planned = operator.planned_kernels(subject.name, problem, gpu)

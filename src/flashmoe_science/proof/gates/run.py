@@ -37,7 +37,7 @@ from ..records.evidence import (
 )
 from ..subject.failure_hints import without_own_frames
 from ..subject.loading import operator_of
-from ..subject.operator import Operator
+from ..subject.operator import Operator, ours
 from ..subject.subject import PACKAGE_FOLDER, Subject
 from ..subject.suites import Suite, check_operator
 from ..subject.user_operator import raise_blamed
@@ -188,7 +188,7 @@ class Run:
         """Return why our own subject does not serve a case: GPU -> case -> reason. What others serve, they show."""
         if not self.subject.builtin:
             return {gpu: {} for gpu in gpus}
-        name, refusal = self.subject.name, self.operator.refusal
+        name, refusal = self.subject.name, ours(self.operator).refusal
         return {
             gpu: {case.name: reason for case in suite.cases if (reason := refusal(name, case.problem, gpu))}
             for gpu in gpus

@@ -12,7 +12,7 @@ from ...errors import ProofError
 from ...gpu.device import current_gpu
 from ..records.evidence import Settings
 from ..subject.loading import operator_of
-from ..subject.operator import Inputs, Operator, identities_of
+from ..subject.operator import Inputs, Operator, identities_of, ours
 from ..subject.outputs import Answer, Call, copied, parts, sizes_of
 from ..subject.subject import Subject
 from ..worker import Emit, ask
@@ -179,7 +179,9 @@ def _prepare(capture: _Capture, case: Case, subject: Subject, inputs: Inputs, ti
             timer.synchronize()
         if loaded.role == "subject":
             promised = (
-                case.operator.promised_launches(subject.name, case.problem) if subject.builtin else subject.kernels
+                ours(case.operator).promised_launches(subject.name, case.problem)
+                if subject.builtin
+                else subject.kernels
             )
             capture.promises = [_as_table(promise) for promise in promised]
             if subject.builtin and (gpu := current_gpu()) is not None:

@@ -15,6 +15,7 @@ from typing import Any
 from ...errors import CompileError, OperatorError, SubjectError, UnsupportedError
 from ..subject.failure_hints import explain_import
 from ..subject.loading import load_entry, operator_of
+from ..subject.operator import ours
 from ..subject.subject import Subject, add_python_path, expand_sources, load_attribute
 from ..subject.user_operator import blaming
 from ..worker import Emit, describe_error
@@ -139,7 +140,7 @@ def _compile_jobs(subject: Subject, cases: Sequence[dict[str, Any]], gpus: Seque
         add_python_path(subject)
         return list(load_attribute(subject.compile_jobs)(cases, gpus))
     operator = operator_of(subject)
-    return list(operator.compile_jobs(subject.name, [operator.parse_case(case) for case in cases], gpus))
+    return list(ours(operator).compile_jobs(subject.name, [operator.parse_case(case) for case in cases], gpus))
 
 
 def _compile(job: Any) -> dict[str, Any]:

@@ -16,18 +16,12 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from ...errors import InputError
-from .operator import Baseline as AnyBaseline, CompileJob, Inputs, LaunchPromise
+from ...gpu.planning import Work
+from .operator import Baseline as AnyBaseline, Inputs
+
+__all__ = ["DTYPES", "Baseline", "CustomOperator", "Work", "standard_normal"]
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-@dataclass(frozen=True)
-class Work:
-    """What one call has to do at the least."""
-
-    flops: float
-    bytes: float  # every input read once, every output written once
-    tokens: int
 
 
 @dataclass(frozen=True)
@@ -141,34 +135,3 @@ class CustomOperator:
     def baselines(self) -> Mapping[str, AnyBaseline]:
         """Return no baseline; with none, nothing is compared."""
         return {}
-
-    # What follows is about implementations that come with the operator. A user's are described by a kernel.toml.
-
-    def entry_points(self) -> Mapping[str, str]:
-        """Return none."""
-        return {}
-
-    def sources(self, subject: str) -> Sequence[str]:  # noqa: ARG002
-        """Return none."""
-        return []
-
-    def promised_launches(self, subject: str, problem: Any) -> Sequence[LaunchPromise]:  # noqa: ARG002
-        """Return none."""
-        return []
-
-    def refusal(self, subject: str, problem: Any, gpu: str) -> str | None:  # noqa: ARG002
-        """Refuse nothing."""
-        return None
-
-    def compile_jobs(
-        self,
-        subject: str,  # noqa: ARG002
-        problems: Sequence[Any],  # noqa: ARG002
-        gpus: Sequence[str],  # noqa: ARG002
-    ) -> Sequence[CompileJob]:
-        """Return none."""
-        return []
-
-    def cpu_stand_in(self, subject: str, problem: Any) -> str:  # noqa: ARG002
-        """Return nothing: a CPU runs the subject itself."""
-        return ""

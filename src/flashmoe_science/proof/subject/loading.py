@@ -18,7 +18,7 @@ from ...gpu.specs import SPECS, find_gpu
 from ..records.evidence import Record, SubjectInfo
 from ..records.toml_files import read_toml
 from ..worker import in_worker
-from .operator import stress_draws_of
+from .operator import ours, stress_draws_of
 from .registry import BUILTIN_OPERATORS, find_operator, is_user_defined
 from .subject import PACKAGE_FOLDER, PYTHON, KernelPromise, Limits, Subject, add_python_path, load_attribute
 from .user_operator import find_user_operator, load_user_operator
@@ -202,7 +202,7 @@ def same_entry(one: str, other: str) -> bool:
 
 
 def _builtin_subject(operator_name: str, name: str) -> Subject:
-    operator = load_operator(operator_name)
+    operator = ours(load_operator(operator_name))
     return Subject(
         name=name,
         operator=operator_name,

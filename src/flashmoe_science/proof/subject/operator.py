@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast, runtime_checkable
 
-from ...gpu.machine_code import KernelCode
+from ...gpu.planning import Axis, PlannedKernel, Work
 from ...gpu.specs import GpuSpec
 from .outputs import Answer, Call
 
@@ -21,14 +21,6 @@ if TYPE_CHECKING:  # the command line reads protocols without waiting for torch
     from ...gpu.identity import PlannedSource
 
 Inputs: TypeAlias = "Mapping[str, torch.Tensor]"
-
-
-class WorkLike(Protocol):
-    """What one call has to do at the least: see ``evidence.Work``."""
-
-    flops: float
-    bytes: float
-    tokens: int
 
 
 class LaunchPromise(Protocol):
@@ -98,7 +90,7 @@ class Operator(Protocol):
     def describe(self, problem: Any) -> str:
         """Return a short name, e.g. ``b1_h16_s512_d64_fp16``."""
 
-    def work(self, problem: Any) -> WorkLike:
+    def work(self, problem: Any) -> Work:
         """Return the operations, bytes and tokens of one call."""
 
     def make_inputs(self, problem: Any, *, seed: int, device: str) -> dict[str, torch.Tensor]:
@@ -121,6 +113,16 @@ class Operator(Protocol):
     def peak_tflops_key(self, problem: Any) -> str:
         """Return which of a GPU's peak rates bounds this problem, e.g. ``fp16``."""
 
+    def cpu_refusal(self, subject: str, problem: Any) -> str | None:
+        """Return why correctness of ``problem`` cannot be shown on a CPU in reasonable time, or None."""
+
+    def baselines(self) -> Mapping[str, Baseline]:
+        """Return all known baselines by name; the first is the default."""
+
+
+class OurOperator(Operator, Protocol):
+    """What is asked of operators of ours besides: about the implementations that come with them."""
+
     def entry_points(self) -> Mapping[str, str]:
         """Return our own implementations: subject name -> ``module:attribute``."""
 
@@ -139,17 +141,16 @@ class Operator(Protocol):
         What it does not serve is left out: ``refusal`` says why.
         """
 
-    def cpu_refusal(self, subject: str, problem: Any) -> str | None:
-        """Return why correctness of ``problem`` cannot be shown on a CPU in reasonable time, or None."""
-
     def cpu_stand_in(self, subject: str, problem: Any) -> str:
         """Return what a CPU runs in place of one of our subjects and why, or an empty text where it runs the subject.
 
         It reads on after "by", e.g. "forward_triton in Triton's interpreter (a GPU runs another kernel)".
         """
 
-    def baselines(self) -> Mapping[str, Baseline]:
-        """Return all known baselines by name; the first is the default."""
+
+def ours(operator: Operator) -> OurOperator:
+    """Return an operator that is one of ours as such."""
+    return cast("OurOperator", operator)
 
 
 @runtime_checkable
@@ -209,22 +210,6 @@ def stress_draws_of(operator: Operator) -> tuple[str, ...]:
     return tuple(getattr(operator, "stress_draws", ()))  # not by isinstance: a revision's operator hands it on
 
 
-class Axis(Protocol):
-    """One way to make a problem longer, with what a longer one means for a kernel."""
-
-    @property
-    def name(self) -> str:
-        """Return e.g. ``batch``."""
-
-    @property
-    def kind(self) -> str:
-        """Return ``parallel``: independent copies of the work; or ``sequential``: more work for one result."""
-
-    @property
-    def meaning(self) -> str:
-        """Return its name in a sentence, e.g. ``the batch``."""
-
-
 @runtime_checkable
 class Recognising(Protocol):
     """What an operator may offer besides: how to tell that the framework did the work of a subject."""
@@ -243,37 +228,17 @@ class Scalable(Protocol):
     """What an operator may offer besides: longer problems, by which a diagnosis tells waiting from work."""
 
     def axes(self) -> Sequence[Axis]:
-        """Return the axes, those first that leave a kernel's grid as it is."""
+        """Return the axes, those first that leave a kernel's grid as it is.
+
+        Each has ``name``, ``meaning`` (e.g. ``the batch``) and ``kind``: ``parallel``, independent copies of the work,
+        or ``sequential``, more work for one result.
+        """
 
     def scaled(self, problem: Any, axis: str, factor: int) -> Any | None:
         """Return ``problem`` with ``axis`` that many times as long, or None where that is not the same kind of work.
 
         The work for one result grows in proportion to a sequential axis, the number of results to a parallel one.
         """
-
-
-class PlannedKernel(Protocol):
-    """One kernel of one of our subjects as it would be launched on a GPU that need not be here."""
-
-    @property
-    def name(self) -> str:
-        """Return its name in a profiler."""
-
-    @property
-    def grid(self) -> tuple[int, int, int]:
-        """Return the blocks."""
-
-    @property
-    def block(self) -> tuple[int, int, int]:
-        """Return the threads of a block."""
-
-    @property
-    def shared_memory_bytes(self) -> int:
-        """Return what a block asks for, static and dynamic."""
-
-    @property
-    def code(self) -> KernelCode:
-        """Return its machine code."""
 
 
 @runtime_checkable

@@ -14,9 +14,9 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial, partialmethod
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -25,13 +25,14 @@ from ... import errors
 from ...errors import InputError, SubjectError
 from ...gpu.device import current_gpu
 from ..worker import describe_error
-from .operator import Baseline, Inputs, Operator
+from .operator import Baseline, Inputs, Operator, OurOperator, ours
 from .outputs import Call
 from .registry import find_operator, module_at_revision
 from .subject import PACKAGE_FOLDER, Checkout, Subject, add_python_path, load_attribute
 
 _Entry = Callable[..., Any]
-_ASKED_OF_THE_REVISION = ("promised_launches", "cpu_refusal", "cpu_stand_in")  # methods of a subject and a problem
+# What is asked of a subject's own implementation.
+_OF_THE_REVISION = ("refusal", "compile_jobs", "promised_launches", "cpu_refusal", "cpu_stand_in")
 
 
 def at_revision(operator: Operator, subject: Subject) -> Operator:
@@ -42,7 +43,7 @@ def at_revision(operator: Operator, subject: Subject) -> Operator:
     return cast("Operator", _AtRevision(operator, subject))
 
 
-def revision_operator(operator: Operator, subject: Subject) -> Operator:
+def revision_operator(operator: Operator, subject: Subject) -> OurOperator:
     """Return the operator of our own package at the subject's revision. Raises ``SubjectError``."""
     revision = _RevisionOperator.of(operator, subject)
     assert revision is not None
@@ -70,9 +71,7 @@ class _AtRevision:
         self._subject = subject
 
     def __getattr__(self, name: str) -> Any:
-        if name in _ASKED_OF_THE_REVISION and (own := self._revision) is not None:
-            return lambda _, problem: own.ask(name, problem)
-        return getattr(self._operator, name)
+        return getattr((name in _OF_THE_REVISION and self._revision) or self._operator, name)
 
     @cached_property
     def _revision(self) -> _RevisionOperator | None:
@@ -81,19 +80,7 @@ class _AtRevision:
     def bind(self, entry: _Entry, problem: Any, inputs: Inputs) -> Call:
         if isinstance(entry, _BoundByItself):
             return entry.bind(problem, inputs)
-        return (
-            self._revision.bind(entry, problem, inputs)
-            if self._revision
-            else self._operator.bind(entry, problem, inputs)
-        )
-
-    def refusal(self, subject: str, problem: Any, gpu: str) -> str | None:
-        return self._revision.refusal(problem, gpu) if self._revision else self._operator.refusal(subject, problem, gpu)
-
-    def compile_jobs(self, subject: str, problems: Sequence[Any], gpus: Sequence[str]) -> Sequence[Any]:
-        if self._revision is None:
-            return self._operator.compile_jobs(subject, problems, gpus)
-        return self._revision.compile_jobs(problems, gpus)
+        return (self._revision or self._operator).bind(entry, problem, inputs)
 
     def baselines(self) -> Mapping[str, Baseline]:
         """Return the other revision alone: the operator's own baselines are for `flashmoe prove`."""
@@ -106,7 +93,7 @@ class _RevisionOperator:
     """The operator of our own package as it is at one revision."""
 
     harness: Operator
-    own: Operator
+    own: OurOperator
     name: str  # of the subject
     package: str
 
@@ -119,7 +106,7 @@ class _RevisionOperator:
         add_python_path(subject)
         with _operators_apart(checkout):
             try:
-                own = find_operator(module_at_revision(checkout.package, subject.operator))
+                own = ours(find_operator(module_at_revision(checkout.package, subject.operator)))
             except Exception as error:
                 hint = "what a harness asks of it is in proof/subject/operator.py; its own harness may still compare it"
                 reason = describe_error(error)
@@ -133,24 +120,34 @@ class _RevisionOperator:
     def bind(self, entry: _Entry, problem: Any, inputs: Inputs) -> Call:
         return self.own.bind(entry, self._problem(problem), inputs)
 
-    def ask(self, method: str, problem: Any) -> Any:
+    def _ask(self, method: str, _subject: str, problem: Any) -> Any:
         with self._translated():
             return getattr(self.own, method)(self.name, self._problem(problem))
 
-    def refusal(self, problem: Any, gpu: str) -> str | None:
+    promised_launches = partialmethod(_ask, "promised_launches")
+    cpu_refusal = partialmethod(_ask, "cpu_refusal")
+    cpu_stand_in = partialmethod(_ask, "cpu_stand_in")
+
+    def refusal(self, _subject: str, problem: Any, gpu: str) -> str | None:
         try:
             with self._translated():
                 return self.own.refusal(self.name, self._problem(problem), gpu)
         except InputError as error:  # a later revision added what this one cannot read
             return f"this revision does not know such a case: {error}"
 
-    def compile_jobs(self, problems: Sequence[Any], gpus: Sequence[str]) -> Sequence[Any]:
+    def compile_jobs(self, _subject: str, problems: Sequence[Any], gpus: Sequence[str]) -> Sequence[Any]:
         known = []
         for problem in problems:
             with contextlib.suppress(Exception):  # refusal says why it is left out
                 known.append(self._problem(problem))
+
+        def run(job: Any) -> Any:
+            with self._translated():
+                return job.run()
+
         with self._translated():
-            return [_Job(job, self._translated) for job in self.own.compile_jobs(self.name, known, gpus)]
+            jobs = self.own.compile_jobs(self.name, known, gpus)
+        return [SimpleNamespace(label=job.label, gpu=job.gpu, run=partial(run, job)) for job in jobs]
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
@@ -158,23 +155,11 @@ class _RevisionOperator:
         try:
             yield
         except Exception as error:
-            ours = getattr(errors, type(error).__name__, None)
-            if type(error).__module__ != f"{self.package}.errors" or ours is None:
+            known = getattr(errors, type(error).__name__, None)
+            if type(error).__module__ != f"{self.package}.errors" or known is None:
                 raise
             hint = getattr(error, "hint", "")
-            raise ours(str(error).removesuffix(f"\nhint: {hint}"), hint=hint) from error
-
-
-class _Job:
-    """One kernel of a revision to compile."""
-
-    def __init__(self, job: Any, translated: Callable[[], AbstractContextManager[None]]) -> None:
-        self.label, self.gpu = job.label, job.gpu
-        self._job, self._translated = job, translated
-
-    def run(self) -> Any:
-        with self._translated():
-            return self._job.run()
+            raise known(str(error).removesuffix(f"\nhint: {hint}"), hint=hint) from error
 
 
 @dataclass(frozen=True)
@@ -213,7 +198,7 @@ class _OtherRevision:
 
     def refusal(self, problem: Any) -> str | None:
         gpu = current_gpu()
-        return self._revision.refusal(problem, gpu.name) if self._revision is not None and gpu is not None else None
+        return self._revision.refusal("", problem, gpu.name) if self._revision is not None and gpu is not None else None
 
     def context(self) -> AbstractContextManager[object]:
         return contextlib.nullcontext() if self._guest is None else self._guest()
