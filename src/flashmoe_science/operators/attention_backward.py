@@ -120,8 +120,8 @@ class BackwardOperator(KernelOperator):
     def completed(self, problem: BackwardProblem, drawn: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return what is drawn, with o and the LSE of the forward pass."""
         q, k, v, do = (drawn[name] for name in _INPUTS)
-        options = {"causal": problem.forward.causal, "softmax_scale": problem.forward.softmax_scale}
-        o, lse = reference.attention(q, k, v, **options, dtype=torch.float32)
+        p = problem.forward
+        o, lse = reference.attention(q, k, v, causal=p.causal, softmax_scale=p.softmax_scale, dtype=torch.float32)
         return {**drawn, "o": o.to(do.dtype), "lse": lse}
 
     def arguments(self, problem: BackwardProblem, inputs: Inputs) -> tuple[list[torch.Tensor], dict[str, Any]]:

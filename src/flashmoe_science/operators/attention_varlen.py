@@ -27,8 +27,6 @@ from .stress import OF_VALUES, stress_attention
 if TYPE_CHECKING:
     from ..gpu.identity import PlannedSource
 
-Answer = torch.Tensor | tuple[torch.Tensor, ...]
-
 varlen_triton = functools.partial(flash_attention_varlen, kernel="forward_triton")
 varlen_gluon_sm90 = functools.partial(flash_attention_varlen, kernel="forward_features_gluon_sm90")
 
@@ -111,11 +109,11 @@ class VarlenOperator(KernelOperator):
         names = (*self.passed, "cu_seqlens_q", "cu_seqlens_k")
         return [*(inputs[name] for name in names), *problem.longest], _options(problem)
 
-    def exact(self, problem: VarlenProblem, inputs: Inputs) -> Answer:
+    def exact(self, problem: VarlenProblem, inputs: Inputs) -> Any:
         """Return the answer in fp64."""
         return reference.attention_varlen(**inputs, **_options(problem), dtype=torch.float64)[0]
 
-    def low_precision(self, problem: VarlenProblem, inputs: Inputs) -> Answer:
+    def low_precision(self, problem: VarlenProblem, inputs: Inputs) -> Any:
         """Return the framework's eager answer to each sequence in the problem's dtype."""
 
         def answer(one: Any, its: Inputs) -> list[tuple[torch.Tensor, ...]]:

@@ -127,7 +127,7 @@ class VarlenBackwardOperator(VarlenOperator):
         """Return the problem of one sequence, for ``fixed``."""
         return BackwardProblem(sequence)
 
-    def plan(self, subject: str, problem: VarlenBackwardProblem, gpu: GpuSpec) -> Any:  # type: ignore[override]
+    def plan(self, subject: str, problem: VarlenBackwardProblem, gpu: GpuSpec) -> Any:
         """Return the plan of a call. Raises ``UnsupportedError``."""
         plan = plan_backward(problem.backward, gpu, self.kernels[subject])
         if not isinstance(plan.config, HopperBackwardConfig):

@@ -157,11 +157,13 @@ class MoeOperator(KernelOperator):
 
     def exact(self, case: MoeCase, inputs: Inputs) -> Any:
         """Return the answer in fp64."""
-        return reference.fused_moe(**inputs, **options_of(case), dtype=torch.float64)
+        arguments: dict[str, Any] = {**inputs, **options_of(case)}
+        return reference.fused_moe(**arguments, dtype=torch.float64)
 
     def low_precision(self, case: MoeCase, inputs: Inputs) -> Any:
         """Return the framework's eager answer: a loop over experts in the problem's dtype."""
-        return reference.fused_moe(**inputs, **options_of(case))
+        arguments: dict[str, Any] = {**inputs, **options_of(case)}
+        return reference.fused_moe(**arguments)
 
     def error_scale(self, case: MoeCase, inputs: Inputs) -> tuple[Scale, ...]:
         """Return what is allowed in each element of the output."""

