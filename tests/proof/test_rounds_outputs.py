@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -168,7 +169,8 @@ def test_the_subject_that_caches_late_begins_after_gate_quick_and_before_gate_be
     made = []
     for times, count in ((["graph"], 5), (["graph", "wall"], 10)):  # as gate quick, and as its test on a GPU
         bench = Bench()
-        plain, calls = implementation(bench.gpu, seconds=2e-6), []
+        plain = implementation(bench.gpu, seconds=2e-6)
+        calls: list[Any] = []
 
         def entry(x, bench=bench, plain=plain, calls=calls):
             calls.append(bench.gpu.capturing is None)

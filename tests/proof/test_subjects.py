@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -118,7 +119,8 @@ def test_caught_in_a_stress_draw(name):
 
 def test_results_kept_by_16_elements_are_wrong_in_a_stress_draw():
     """As the kernel of ``keyed_by_content`` keeps them: draws share the values of q that others leave alone."""
-    right, kept = load_entry(load_subject(str(SUBJECTS / "honest_torch"))), {}
+    right = load_entry(load_subject(str(SUBJECTS / "honest_torch")))
+    kept: dict[Any, Any] = {}
 
     def attend(q, k, v, **options):
         picked = q.contiguous().flatten()[torch.arange(16) * (q.numel() // 16)]
