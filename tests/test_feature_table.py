@@ -45,7 +45,7 @@ def test_the_tables_know_every_kernel_and_every_feature(table):
         problem = AttentionProblem(**{**sizes, "head_dim_v": 64, "dtype": "fp16", **options, "heads_kv": 1})
         words |= set(problem.features)
     asked = {"a sliding window", "a softcap", "attention sinks", "ALiBi", "a bias", "packed sequences", "dropout"}
-    assert words == asked | {"a page table"}
+    assert words == asked | {"a page table", "a block mask"}
 
 
 def test_the_tables_know_every_option_of_a_call_with_a_cache(table):

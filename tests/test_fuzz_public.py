@@ -17,6 +17,7 @@ from torch.masked import MaskedTensor
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from flashmoe_science import (
+    BlockMask,
     InputError,
     UnsupportedError,
     explain,
@@ -86,6 +87,20 @@ def of_attention() -> Arguments:
 
 def of_plain() -> Arguments:
     return {**of_heads(), "causal": True, "softmax_scale": None, "return_lse": True, "kernel": "auto"}
+
+
+def of_masked() -> Arguments:
+    dense = torch.arange(5) <= torch.arange(3)[:, None]
+    return {
+        **of_heads(), "mask": BlockMask.from_dense(dense.expand(2, 2, 3, 5)), "causal": False, "softmax_scale": None,
+        "window": (-1, -1), "softcap": 2.0, "sinks": half(4), "alibi": None, "dropout_p": 0.0, "return_lse": True,
+        "kernel": "auto",
+    }  # fmt: skip
+
+
+def of_chosen_blocks() -> Arguments:
+    indices = torch.tensor([0, 1, -1, 2]).view(1, 2, 2, 1)
+    return {"indices": indices, "block_size": 4, "seqlen_q": 7, "seqlen_k": 9, "causal": True}
 
 
 def of_gradients() -> Arguments:
@@ -241,6 +256,11 @@ def attended(given: Arguments) -> Any:
     return (o, lse) if given.get("return_lse") else o
 
 
+def attended_masked(given: Arguments) -> Any:
+    mask = given.get("mask")
+    return attended({**given, "mask": None if mask is None else mask.to_dense()})
+
+
 def attended_packed(given: Arguments) -> Any:
     left_out = ("return_lse", "kernel", "max_seqlen_q", "max_seqlen_k")
     o, lse = reference.attention_varlen(**{n: value for n, value in exactly(given).items() if n not in left_out})
@@ -358,6 +378,12 @@ def combined(given: Arguments) -> Any:
 ENTRIES: dict[str, tuple[Callable[..., Any], Callable[[], Arguments], Callable[[Arguments], Any] | None]] = {
     "flash_attention": (flash_attention, of_attention, attended),
     "flash_attention plain": (flash_attention, of_plain, attended),
+    "flash_attention masked": (flash_attention, of_masked, attended_masked),
+    "BlockMask.from_dense": (BlockMask.from_dense, lambda: {"mask": torch.rand(2, 1, 5, 7) < 0.5}, None),
+    "BlockMask.documents": (BlockMask.documents, lambda: {"ids": ints(0, 0, 1, -1), "causal": True}, None),
+    "BlockMask.prefix": (BlockMask.prefix, lambda: {"lengths": ints(0, 2), "seqlen": 3}, None),
+    "BlockMask.tree": (BlockMask.tree, lambda: {"parents": ints(-1, 0, 0, 1), "keys_before": 3}, None),
+    "BlockMask.blocks": (BlockMask.blocks, of_chosen_blocks, None),
     "flash_attention_backward": (flash_attention_backward, of_gradients, gradients),
     "flash_attention_varlen": (flash_attention_varlen, of_packed, attended_packed),
     "flash_attention_varlen_backward": (flash_attention_varlen_backward, of_packed_gradients, packed_gradients),
@@ -558,7 +584,7 @@ def check(entry: str, rng: random.Random, *, unchanged: bool = False) -> str:
     call, make, exact = ENTRIES[entry]
     given = make()
     changes = {}
-    for name in rng.sample([*given], 0 if unchanged else rng.choice([1, 1, 2])):
+    for name in rng.sample([*given], 0 if unchanged else min(len(given), rng.choice([1, 1, 2]))):
         changes[name], given[name] = changed(rng, given[name])
     before = copies(given)
     where = f"{entry} with {changes}"

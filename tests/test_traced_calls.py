@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from flashmoe_science import (
+    BlockMask,
     UnsupportedError,
     flash_attention,
     flash_attention_backward,
@@ -90,6 +91,15 @@ def packed(q: Tensor, k: Tensor, v: Tensor) -> Any:
     return flash_attention_varlen(q, k, v, at, at, 11, 11, causal=True)
 
 
+@functools.cache
+def mask_of(device: str) -> BlockMask:
+    return BlockMask.documents(torch.arange(KEYS, device=device) // 5)
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    return flash_attention(q, k, v, mask=mask_of(q.device.type))
+
+
 def paged(q: Tensor, k: Tensor, v: Tensor) -> Any:
     at = starts(q.device.type)
     table = torch.zeros(2, 1, dtype=torch.int32, device=q.device)
@@ -128,6 +138,7 @@ CALLS: dict[str, tuple[Call, Callable[[str], tuple[Tensor, ...]], str]] = {
     "plain": (flash_attention, heads, "attention_forward"),
     "lse": (lambda *x: flash_attention(*x, return_lse=True), heads, "attention_forward_lse"),
     "window": (lambda *x: flash_attention(*x, window=(3, 0)), heads, "attention_features"),
+    "masked": (masked, heads, "attention_masked"),
     "packed": (packed, tokens, "attention_varlen"),
     "paged": (paged, tokens, "attention_varlen_paged"),
     "cache": (with_cache, heads, "attention_with_kv_cache"),
@@ -149,6 +160,7 @@ CALLS: dict[str, tuple[Call, Callable[[str], tuple[Tensor, ...]], str]] = {
 RECORDED = {
     "plain": ("attention_features", "attention_backward"),
     "window": ("attention_features", "attention_backward"),
+    "masked": ("attention_masked", "attention_masked_backward"),
     "packed": ("attention_varlen", "attention_backward"),
     "experts": ("fused_moe_kept", "fused_moe_backward"),
     "route": ("moe_route", "moe_route_backward"),

@@ -37,9 +37,10 @@ LETTERS = {
     "forward_gluon_sm90": "H",
     "forward_features_gluon_sm90": "F",
     "forward_triton": "T",
+    "forward_masked_triton": "K",
 }
 CACHE_LETTERS = {"decode_gluon_sm90": "M", "decode_triton": "D"}
-BACKWARD_LETTERS = {"backward_gluon_sm90": "G", "backward_triton": "B"}
+BACKWARD_LETTERS = {"backward_gluon_sm90": "G", "backward_triton": "B", "backward_masked_triton": "K"}
 # Batch, heads, queries, keys: few and many, of each enough to want another kernel.
 SIZES = ((1, 4, 128, 128), (64, 16, 256, 256), (8, 16, 4096, 4096), (1, 2, 16, 8192))
 _PLAIN: dict[str, Any] = {"causal": True, "head_dim": 64, "head_dim_v": 64}
@@ -59,6 +60,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "ALiBi": {"alibi": "fp32"},
     "bias": {"bias": "fp32", "causal": False},
     "all five together": {"window": (100, -1), "softcap": 30.0, "sinks": "bf16", "alibi": "fp32", "bias": "fp32"},
+    "block masks": {"causal": False, "mask_batch": 1, "mask_heads": 1},
+    "block masks with a softcap, sinks": {
+        "causal": False, "mask_batch": 1, "mask_heads": 1, "softcap": 30.0, "sinks": "bf16",
+    },
     "packed sequences": {"packed": True},
     "packed with ALiBi": {
         "packed": True, "window": (100, -1), "softcap": 30.0, "sinks": "bf16", "alibi": "fp32",

@@ -13,6 +13,7 @@ from .flops import count_when_imported
 __version__ = "0.1.0"
 
 _ORIGIN = {
+    "BlockMask": "attention.masks.block_mask",
     "flash_attention": "attention.api",
     "flash_attention_varlen": "attention.varlen",
     "flash_attention_with_kv_cache": "attention.decode.api",
@@ -34,6 +35,7 @@ _ORIGIN = {
 }
 
 __all__ = [
+    "BlockMask",
     "CompileError",
     "FlashmoeError",
     "InputError",
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
     from .attention.backward.varlen_api import flash_attention_varlen_backward
     from .attention.decode.api import explain_with_kv_cache, flash_attention_with_kv_cache
     from .attention.decode.merge import merge_attention_states
+    from .attention.masks.block_mask import BlockMask
     from .attention.varlen import explain_varlen, flash_attention_varlen
     from .errors import CompileError, FlashmoeError, InputError, UnsupportedError
     from .integrations.moe_layer import MoeLayer

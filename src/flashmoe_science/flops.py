@@ -163,6 +163,8 @@ _FORMULAS: dict[str, Callable[[Given], int]] = {
     "attention_varlen": _attend,
     "attention_varlen_paged": _attend,
     "attention_backward": _attend_backward,
+    "attention_masked": _attend,
+    "attention_masked_backward": _attend_backward,
     "attention_with_kv_cache": _attend_to_cache,
     "attention_append_kv_cache": _attend_to_cache,
     "fused_moe": _serve_experts,

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from .cases import Case, Gradients, Ordering, VarlenCase
+from .mask_cases import MaskCase
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +25,7 @@ def interpreted():
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
     )  # fmt: skip
 
-    def check(case: Case | VarlenCase | Gradients | Ordering) -> None:
+    def check(case: Case | VarlenCase | Gradients | Ordering | MaskCase) -> None:
         assert child.stdin is not None
         assert child.stdout is not None
         child.stdin.write(repr(case) + "\n")

@@ -39,6 +39,7 @@ from .checks import (
     make_paged,
     options_of,
 )
+from .mask_cases import MaskCase, check_mask
 
 
 @contextlib.contextmanager
@@ -78,10 +79,13 @@ def too_small(inputs: dict[str, Any], bias: torch.Tensor) -> Iterator[tuple[dict
         yield {**inputs, "max_seqlen_q": rows, "max_seqlen_k": columns}, fenced(bias[:, :, :rows, :columns], side)
 
 
-def check(case: Case | VarlenCase | Gradients | Ordering) -> None:
+def check(case: Case | VarlenCase | Gradients | Ordering | MaskCase) -> None:
     """Compare one case with fp64, or with sorting."""
     if isinstance(case, Ordering):
         check_ordering(case)
+    elif isinstance(case, MaskCase):
+        kernels = {"kernel": "forward_masked_triton", "backward": "backward_masked_triton"}
+        check_mask(case, "cpu", **kernels, poison=poisoned)
     elif isinstance(case, Gradients):
         check_gradients(case)
     elif isinstance(case, VarlenCase):
@@ -280,7 +284,7 @@ def main() -> None:
     for line in sys.stdin:
         try:
             kinds = {"Case": Case, "FeatureCase": FeatureCase, "VarlenCase": VarlenCase, "Gradients": Gradients}
-            kinds["Ordering"] = Ordering
+            kinds |= {"Ordering": Ordering, "MaskCase": MaskCase}
             check(eval(line, kinds))  # the parent's own repr
             answer = "right"
         except Exception as error:  # noqa: BLE001 - the parent fails the test with it

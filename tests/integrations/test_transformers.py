@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from flashmoe_science import (
+    BlockMask,
     InputError,
     UnsupportedError,
     flash_attention,
@@ -417,3 +418,33 @@ def test_the_kernel_itself_serves_models():
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split() == list(models.CONFIGS)
+
+
+def test_block_masks_of_transformers_are_taken_as_they_are(monkeypatch):
+    """What it makes for FlexAttention: causal, with padding on the left."""
+    from torch.nn.attention.flex_attention import create_block_mask
+    from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+
+    def create(*arguments: Any, _compile: bool, **options: Any) -> Any:
+        return create_block_mask(*arguments, **options)  # compiling it takes long, and changes nothing
+
+    monkeypatch.setattr(masking_utils, "create_block_mask", create)
+    AttentionInterface.register("moe_science_blocks", attend)
+    AttentionMaskInterface.register("moe_science_blocks", masking_utils.flex_attention_mask)
+    name = next(iter(models.CONFIGS))
+    ours, eager = models.make(name, "moe_science_blocks"), models.make(name, "eager")
+    tokens, seen = torch.randint(5, 60, (3, 17)), torch.ones(3, 17, dtype=torch.long)
+    seen[0, :5], seen[2, :11] = 0, 0
+    found, expected = (models.logits(model, tokens, attention_mask=seen) for model in (ours, eager))
+    torch.testing.assert_close(found[seen.bool()], expected[seen.bool()], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("position_bias", torch.zeros(1, 4, 4, 5)), ("dropout", 0.1), ("max_length_q", 3)]
+)
+def test_what_does_not_stand_beside_block_masks_is_refused_by_name(name, value):
+    mask = BlockMask.from_dense(torch.ones(2, 1, 4, 5, dtype=torch.bool))
+    o, _ = attend(**_call(attention_mask=mask))
+    assert o.shape == (2, 4, 4, 8)
+    with pytest.raises(UnsupportedError, match=f"^{name} is not served beside a BlockMask"):
+        attend(**_call(attention_mask=mask, **{name: value}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -16,7 +17,7 @@ from .forward.calls import prepare, remember, run
 from .forward.plan import plan_attention
 from .inputs import (
     AttentionCall,
-    NamedOptions,
+    BatchedOptions,
     Options,
     cast_under_autocast,
     check_all_options,
@@ -25,11 +26,15 @@ from .inputs import (
     gpu_of,
     parameters_of,
     problem_of,
+    with_mask,
 )
+from .masks.block_mask import as_block_mask
 from .tiles import Plan
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from .inputs import AnyMask
 
 # Prepared calls by their key, which holds everything that decides plan, kernel and grid.
 _prepared: dict[tuple[Any, ...], Callable[..., Any]] = {}
@@ -44,15 +49,15 @@ _forward_ad = torch.autograd.forward_ad
 
 @overload
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[NamedOptions],
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[BatchedOptions],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[NamedOptions],
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[BatchedOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[NamedOptions],
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[BatchedOptions],
 ) -> Any: ...  # fmt: skip
 def flash_attention(
     q: Tensor,
@@ -66,6 +71,7 @@ def flash_attention(
     sinks: Tensor | None = None,
     alibi: Tensor | None = None,
     bias: Tensor | None = None,
+    mask: AnyMask | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     return_lse: bool = False,
@@ -89,6 +95,9 @@ def flash_attention(
         alibi: slopes ``[H]`` or ``[B, H]`` fp16, bf16 or fp32: slope * |p - n| is taken from the score of key n.
         bias: ``[B or 1, H or 1, Sq, Sk]`` fp16, bf16 or fp32, any strides (0 too), is added to the scores; -inf hides
             a key. Scale, softcap, ALiBi and bias are applied in this order, the masks last.
+        mask: which keys each row sees, block by block: a ``flashmoe_science.BlockMask``, or torch's ``BlockMask`` from
+            ``create_block_mask``, which is evaluated once and kept. Of Sq queries and Sk keys, one sequence or B, and
+            heads that divide H. Blocks that no row sees are not read. Beside softmax_scale, softcap and sinks alone.
         dropout_p: the share of the probabilities that are dropped, at least 0 and less than 1; 0 for no dropout. After
             the softmax the kept ones are divided by 1 - dropout_p; the LSE is that without dropout. Probability
             (b, h, m, n) is kept if and only if a random number of 32 bits is at least dropout_p * 2**32. The number is
@@ -123,17 +132,18 @@ def flash_attention(
     try:
         has_features = (
             window != (-1, -1) or softcap != 0.0 or sinks is not None or alibi is not None or bias is not None
-            or dropout_p != 0.0
+            or dropout_p != 0.0 or mask is not None
         )  # fmt: skip
     except (RuntimeError, ValueError):  # arrays compare their elements: refused by name
         has_features = True
     if has_features:
-        return attend(
-            {
-                "q": q, "k": k, "v": v, "sinks": sinks, "alibi": alibi, "bias": bias, "dropout_seed": dropout_seed,
-            },
-            Options(causal, softmax_scale, window, softcap, None, kernel, dropout_p, return_lse),
-        )  # fmt: skip
+        options = Options(causal, softmax_scale, window, softcap, None, kernel, dropout_p, return_lse=return_lse)
+        tensors: dict[str, Any] = {
+            "q": q, "k": k, "v": v, "sinks": sinks, "alibi": alibi, "bias": bias, "dropout_seed": dropout_seed,
+        }  # fmt: skip
+        if mask is not None:
+            tensors, options = with_mask(mask, tensors, options)
+        return attend(tensors, options)
     if (
         _is_compiling() or _modes() or _function_modes() or _is_tracing()
         or F.scaled_dot_product_attention is not TORCHS_OWN  # under context_parallel, for one
@@ -166,7 +176,7 @@ def flash_attention(
 if TYPE_CHECKING:  # of overloads, only the first would be seen
 
     def _parameters(
-        q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Unpack[NamedOptions]
+        q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Unpack[BatchedOptions]
     ) -> Any: ...
 
 else:
@@ -174,14 +184,18 @@ else:
 
 
 @parameters_of(_parameters)
-def explain(q: Tensor, k: Tensor, v: Tensor, *, kernel: str, **arguments: Any) -> Plan:
+def explain(q: Tensor, k: Tensor, v: Tensor, *, kernel: str, mask: AnyMask | None = None, **arguments: Any) -> Plan:
     """Return the plan that would serve ``flash_attention`` with the same arguments; nothing is launched.
 
     ``print`` shows it as text, ``.as_dict()`` gives it as data. Nothing is compiled either, so the launches' shared
     memory is None; ``flashmoe explain`` compiles and prints it. Arguments and errors are those of ``flash_attention``,
-    but inputs may require grad, and no seed is drawn.
+    but inputs may require grad, and no seed is drawn. With a mask the reason says which share of its blocks is visited,
+    for which the host waits for the device.
     """
-    return plan_attention(problem_of(q, k, v, **arguments), gpu_of(q), kernel)
+    plan = plan_attention(problem_of(q, k, v, mask=mask, **arguments), gpu_of(q), kernel)
+    if mask is None:
+        return plan
+    return replace(plan, reason=f"{plan.reason}; {as_block_mask(mask).visited_share():.1%} of the blocks are visited")
 
 
 def _describe_layout(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
@@ -235,7 +249,7 @@ def _operate(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     """Call the operators of calls without features; a recorded call has the one that has gradients."""
     if call.recorded:
         return operate_with_features(call)
-    causal, softmax_scale, *_, kernel, _, return_lse = call.options
+    causal, softmax_scale, *_, kernel, _, _, return_lse = call.options
     arguments = (*call.tensors.values(), causal, softmax_scale, kernel)
     return _attention_forward_lse(*arguments) if return_lse else (_attention_forward(*arguments), None)
 

@@ -48,7 +48,10 @@ def attend(
 
 def operate_with_features(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Call the operator that serves all options of a call."""
-    if call.options.max_seqlens is None:
+    if "mask_lists" in call.tensors:
+        refuse_dtensors("attention with a mask", call.tensors.values())
+        operator = _attention_masked
+    elif call.options.max_seqlens is None:
         operator = _attention_features
     else:
         operator = _attention_varlen
@@ -58,6 +61,7 @@ def operate_with_features(call: AttentionCall) -> tuple[Tensor, Tensor]:
     given = {**call.tensors, **call.options._asdict()}
     given["window_left"], given["window_right"] = call.options.window
     given["max_seqlen_q"], given["max_seqlen_k"] = call.options.max_seqlens or (0, 0)
+    given["mask_batch"], given["mask_heads"] = call.options.mask_sizes
     found: tuple[Tensor, Tensor] = operator(*(given.get(name) for name in operator.names))
     return found
 
@@ -93,8 +97,9 @@ class Operator:
         """Return the options among its arguments, as they are: longest lengths may be symbols."""
         longest = (given["max_seqlen_q"], given["max_seqlen_k"]) if "max_seqlen_q" in given else None
         return Options(
-            given["causal"], given["softmax_scale"], (given["window_left"], given["window_right"]), given["softcap"],
-            longest, given["kernel"], given.get("dropout_p", 0.0), given["return_lse"],
+            given.get("causal", False), given["softmax_scale"],
+            (given.get("window_left", -1), given.get("window_right", -1)), given["softcap"], longest, given["kernel"],
+            given.get("dropout_p", 0.0), (given.get("mask_batch", 0), given.get("mask_heads", 0)), given["return_lse"],
         )  # fmt: skip
 
     def _serve(self, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -144,5 +149,10 @@ _attention_varlen_paged = Operator(
     "attention_varlen_paged",
     f"{_PACKED}, Tensor page_table, {_LONGEST}, {_MASKS}, {_HEADS}, {_USED}, bool return_lse, str kernel",
 )
-for _operator in (_attention_features, _attention_varlen):
+_attention_masked = Operator(
+    "attention_masked",
+    "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor mask_lists, Tensor mask_bits, SymInt mask_batch, "
+    "SymInt mask_heads, float? softmax_scale, float softcap, bool return_lse, str kernel",
+)
+for _operator in (_attention_features, _attention_varlen, _attention_masked):
     register_gradients(_operator.definition, _operator.names, _operator.options_of)

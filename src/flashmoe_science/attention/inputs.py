@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, ParamSpec, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,26 +26,34 @@ from .checks import (
     refuse_without_memory,
 )
 from .forward.plan import check_kernel_name
+from .masks.call import check_mask_tensors, mask_tensors
 from .problem import AttentionProblem, canonical_strides, check_share
 
 # All tensors that a call may have, in the order in which prepared calls take them.
 TENSORS = (
     "q", "k", "v", "sinks", "alibi", "bias", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table",
-    "dropout_seed",
+    "dropout_seed", "mask_lists", "mask_bits",
 )  # fmt: skip
 DIFFERENTIABLE = ("q", "k", "v", "sinks", "bias")
 _TWO_INTS = [int, int]
+_OF_MASK = ("mask_lists", "mask_bits")  # how long they are decides nothing
 _COUNTED = frozenset(("q", "k", "v", "o", "do", "page_table"))  # one axis counts tokens or pages in packed calls
 _NEEDED = frozenset(("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"))
 _LARGEST_FP64 = (2 - 2.0**-52) * 2.0**1023
 _forward_ad = torch.autograd.forward_ad
 _functorch_level = torch._C._functorch.maybe_current_level  # noqa: SLF001 - has no public name
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
+
+    from .masks.block_mask import BlockMask
+
+    AnyMask = BlockMask | TorchBlockMask
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
 class NamedOptions(TypedDict, total=False):
-    """What ``flash_attention`` takes by name, but for ``return_lse``: types of its overloads."""
+    """What public functions take by name, but for ``return_lse``: types of their overloads."""
 
     causal: bool
     softmax_scale: float | None
@@ -59,6 +67,12 @@ class NamedOptions(TypedDict, total=False):
     kernel: str
 
 
+class BatchedOptions(NamedOptions, total=False):
+    """The same, with what packed sequences do not have."""
+
+    mask: AnyMask | None
+
+
 class Options(NamedTuple):
     """What a call asks for besides its tensors."""
 
@@ -69,6 +83,7 @@ class Options(NamedTuple):
     max_seqlens: tuple[int, int] | None = None  # queries and keys of the longest of packed sequences
     kernel: str = "auto"
     dropout_p: float = 0.0
+    mask_sizes: tuple[int, int] = (0, 0)  # sequences and heads that have a block mask of their own; 0: no mask
     return_lse: bool = False
 
 
@@ -198,13 +213,34 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> AttentionPr
     """Describe the problem of ``flash_attention(q, k, v, **arguments)``. Raises ``InputError``."""
     features = ("sinks", "alibi", "bias", "dropout_seed")
     tensors = {"q": q, "k": k, "v": v, **{name: arguments.pop(name, None) for name in features}}
+    mask = arguments.pop("mask", None)
     options = check_all_options(Options(**{"causal": False, **arguments}))
+    if mask is not None:
+        tensors, options = with_mask(mask, tensors, options)
     return batched_problem(check_kinds(tensors, options), options)
+
+
+def with_mask(mask: Any, tensors: Mapping[str, Any], options: Options) -> tuple[dict[str, Any], Options]:
+    """Return tensors and options of a call with the mask that the caller passed.
+
+    Raises:
+        InputError: it is no mask, or does not fit q and k.
+        UnsupportedError: an option that it does not stand beside is asked for too.
+    """
+    options = check_all_options(options)
+    asked = {
+        "causal": options.causal, "window": options.window != (-1, -1), "dropout_p": options.dropout_p != 0.0,
+        "alibi": tensors["alibi"] is not None, "bias": tensors["bias"] is not None,
+    }  # fmt: skip
+    lists, bits, sizes = mask_tensors(mask, tensors, asked)
+    return {**tensors, "mask_lists": lists, "mask_bits": bits}, options._replace(mask_sizes=sizes)
 
 
 def batched_problem(tensors: Mapping[str, Tensor], options: Options) -> AttentionProblem:
     """Check the tensors of a call of ``flash_attention``, and describe its problem. Raises ``InputError``."""
     check_attended(tensors)
+    if "mask_lists" in tensors:
+        check_mask_tensors(tensors, options.mask_sizes)
     q, k, v = tensors["q"], tensors["k"], tensors["v"]
     batch, heads, seqlen_q, head_dim = q.shape
     return AttentionProblem(
@@ -230,6 +266,7 @@ def describe_rest(tensors: Mapping[str, Tensor], options: Options, batch: int) -
         "window": options.window, "softcap": options.softcap, "dropout_p": options.dropout_p,
         "pointer_alignment": pointer_alignment(tensors["q"], tensors["k"], tensors["v"]),
         **{name: DTYPE_NAMES[tensors[name].dtype] for name in ("sinks", "alibi", "bias") if name in tensors},
+        "mask_batch": options.mask_sizes[0], "mask_heads": options.mask_sizes[1],
     }  # fmt: skip
     if (alibi := tensors.get("alibi")) is not None:
         found["alibi_stride"] = alibi.stride(0) if alibi.dim() == 2 and batch > 1 else 0
@@ -265,12 +302,16 @@ def layouts_of(tensors: Mapping[str, Tensor], *, packed: bool) -> list[tuple[Any
             if name in _COUNTED:
                 shape = layouts[i][0]
                 layouts[i] = (shape[:1] if name == "page_table" else shape[1:], len(shape), *layouts[i][1:])
+    if "mask_lists" in tensors:
+        for i, name in enumerate(tensors):
+            if name in _OF_MASK:
+                layouts[i] = layouts[i][1:]
     return layouts
 
 
 def check_all_options(options: Options) -> Options:
     """Return options in their types. Raises ``InputError``."""
-    causal, softmax_scale, window, softcap, max_seqlens, kernel, dropout_p, return_lse = options
+    causal, softmax_scale, window, softcap, max_seqlens, kernel, dropout_p, mask_sizes, return_lse = options
     if (
         type(causal) is type(return_lse) is bool and type(kernel) is str and type(window) is tuple  # type: ignore[redundant-expr] # callers may pass what types rule out
         and type(softcap) is type(dropout_p) is float and (softmax_scale is None or type(softmax_scale) is float)
@@ -292,6 +333,7 @@ def check_all_options(options: Options) -> Options:
         max_seqlens,
         kernel,
         check_dropout(dropout_p),
+        mask_sizes,
         return_lse,
     )
 

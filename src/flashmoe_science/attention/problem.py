@@ -79,6 +79,9 @@ class AttentionProblem:
     page_size: int = 0
     table_stride: int = 0  # of the page table along B
     dropout_p: float = 0.0  # the share of the probabilities that are dropped; the call takes a seed where it is not 0
+    # Sequences and heads that have a block mask of their own: 1 or B, and what divides H; 0: there is no mask.
+    mask_batch: int = 0
+    mask_heads: int = 0
 
     def __post_init__(self) -> None:
         """Fill contiguous strides in, and check what does not depend on tensors."""
@@ -190,6 +193,7 @@ class AttentionProblem:
             "packed sequences": self.packed,
             "a page table": self.page_size > 0,
             "dropout": self.dropout_p > 0,
+            "a block mask": self.mask_heads > 0,
         }
         return tuple(name for name, is_asked in asked.items() if is_asked)
 
@@ -201,6 +205,7 @@ class AttentionProblem:
             names += ["cu_seqlens_q", "cu_seqlens_k", *(f"seqused_{side}" for side in self.seqused)]
         names += ["page_table"] if self.page_size else []
         names += ["dropout_seed"] if self.dropout_p else []
+        names += ["mask_lists", "mask_bits"] if self.mask_heads else []
         return tuple(names)
 
     @property
@@ -260,4 +265,5 @@ class AttentionProblem:
         words += [name for name in ("sinks", "alibi", "bias", "packed") if getattr(self, name)]
         words += [f"page{self.page_size}"] if self.page_size else []
         words += [f"dropout{self.dropout_p:g}"] if self.dropout_p else []
+        words += [f"mask{self.mask_batch}_{self.mask_heads}"] if self.mask_heads else []
         return "_".join(words)

@@ -6,6 +6,7 @@
     s            += bias[b, h, m, n]                                               where there is a bias
     s[b, h, m, n] = -inf where causal and n > m + Sk - Sq                          (aligned bottom-right)
     s[b, h, m, n] = -inf where n < m + Sk - Sq - left or n > m + Sk - Sq + right   where the window has these bounds
+    s[b, h, m, n] = -inf where mask[b, h // (H / masks), m, n] is False            where there is a mask
     z[b, h, m]    = sum_n exp(s[m, n]) + exp(sinks[h])                             the latter where there are sinks
     o[b, h, m]    = sum_n exp(s[m, n]) / z * d[b, h, m, n] * v[b, h // G, n]
     lse[b, h, m]  = log(z)                                                         (natural logarithm)
@@ -17,6 +18,7 @@ or its sink. d is 1 without dropout; with it 1 / (1 - dropout_p) where ``philox.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,6 +44,7 @@ def attention(
     sinks: Tensor | None = None,
     alibi: Tensor | None = None,
     bias: Tensor | None = None,
+    mask: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     first_sequence: int = 0,
@@ -60,6 +63,7 @@ def attention(
         sinks: ``[H]``.
         alibi: slopes ``[H]`` or ``[B, H]``.
         bias: ``[B or 1, H or 1, Sq, Sk]``.
+        mask: boolean ``[B or 1, what divides H, Sq, Sk]``, False hides a key.
         dropout_p: share of the probabilities that are dropped; 0 for none.
         dropout_seed: ``[2]`` int64, seed and offset.
         first_sequence: what the random numbers take b from.
@@ -84,6 +88,7 @@ def attention(
     kv_heads, rows = _chunk(heads_kv, seqlen_q, temporaries * group * seqlen_k)
     slopes = None if alibi is None else alibi.expand(batch, heads)
     added = None if bias is None else bias.expand(batch, heads, seqlen_q, seqlen_k)
+    shown = _of_heads(mask, batch, heads)
     dropout: dict[str, Any] = {"keys": seqlen_k, "dropout_p": dropout_p, "dropout_seed": dropout_seed, "dtype": dtype}
     for b, h, first in itertools.product(range(batch), range(0, heads_kv, kv_heads), range(0, seqlen_q, rows)):
         its, mine, chunk = slice(h, h + kv_heads), slice(h * group, (h + kv_heads) * group), slice(first, first + rows)
@@ -96,6 +101,7 @@ def attention(
             None if slopes is None else _grouped(slopes[b, mine].to(dtype), group),
             None if added is None else _grouped(added[b, mine, chunk].to(dtype), group),
             None if kept is None else _grouped(kept, group),
+            mask=None if shown is None else _grouped(shown(b, mine, chunk), group),
             position=first + seqlen_k - seqlen_q,
             scale=scale,
             causal=causal,
@@ -104,6 +110,15 @@ def attention(
         )
         o[b, mine, chunk], lse[b, mine, chunk] = (each.flatten(0, 1) for each in found)
     return o, lse
+
+
+def _of_heads(mask: Tensor | None, batch: int, heads: int) -> Callable[[int, slice, slice], Tensor] | None:
+    """Return what gives the mask of rows of some heads of a sequence, ``[heads, rows, Sk]``."""
+    if mask is None:
+        return None
+    masks = mask.expand(batch, -1, -1, -1)
+    of_head = torch.arange(heads, device=mask.device) * mask.shape[1] // max(1, heads)
+    return lambda b, mine, rows: masks[b, :, rows][of_head[mine]]
 
 
 def _chunk(heads_kv: int, seqlen_q: int, scores_of_row: int) -> tuple[int, int]:
@@ -186,6 +201,7 @@ def _weigh_rows(
     causal: bool,
     window: tuple[int, int],
     softcap: float,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return exp(s - top), its sum with the sinks', top, and tanh of the scores where there is a softcap."""
     scores = _by_group(q, k.mT) * scale
@@ -200,6 +216,8 @@ def _weigh_rows(
     if bias is not None:
         scores += bias
     _hide(scores, ahead, causal=causal, window=window)
+    if mask is not None:
+        scores.masked_fill_(~mask, -torch.inf)
     # Not exp(s - lse): beside a bias of -3e38, a common mask, the logarithm of the sum is lost.
     top = scores.detach().amax(-1)
     if sinks is not None:
@@ -227,6 +245,7 @@ def attention_backward(
     sinks: Tensor | None = None,
     alibi: Tensor | None = None,
     bias: Tensor | None = None,
+    mask: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     first_sequence: int = 0,
@@ -253,6 +272,7 @@ def attention_backward(
         sinks: ``[H]``.
         alibi: slopes, of which there is no gradient.
         bias: ``[B or 1, H or 1, Sq, Sk]``.
+        mask: boolean ``[B or 1, what divides H, Sq, Sk]``.
         dropout_p: share of the probabilities that are dropped.
         dropout_seed: ``[2]`` int64.
         first_sequence: what the random numbers take b from.
@@ -277,6 +297,7 @@ def attention_backward(
     options: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap}
     options["scale"] = head_dim**-0.5 if softmax_scale is None else softmax_scale
     slopes = None if alibi is None else alibi.expand(batch, heads)
+    shown = _of_heads(mask, batch, heads)
     dropout: dict[str, Any] = {"keys": seqlen_k, "dropout_p": dropout_p, "dropout_seed": dropout_seed, "dtype": dtype}
     for b, h, first in itertools.product(range(batch), range(0, heads_kv, kv_heads), range(0, seqlen_q, rows)):
         its, mine, chunk = slice(h, h + kv_heads), slice(h * group, (h + kv_heads) * group), slice(first, first + rows)
@@ -294,6 +315,7 @@ def attention_backward(
             None if kept is None else _grouped(kept, group),
             _grouped(do[b, mine, chunk].to(dtype), group),
             _grouped(dlse[b, mine, chunk], group),
+            mask=None if shown is None else _grouped(shown(b, mine, chunk), group),
             position=first + seqlen_k - seqlen_q,
             **options,
         )
@@ -503,6 +525,7 @@ def attention_low_precision(
     sinks: Tensor | None = None,
     alibi: Tensor | None = None,
     bias: Tensor | None = None,
+    mask: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     first_sequence: int = 0,
@@ -524,6 +547,8 @@ def attention_low_precision(
     if bias is not None:
         scores = (scores + bias.float()).to(q.dtype)
     _hide(scores, ahead, causal=causal, window=window)
+    if mask is not None:
+        scores = scores.masked_fill(~mask.repeat_interleave(q.shape[1] // max(1, mask.shape[1]), 1), -torch.inf)
     if sinks is not None:
         column = sinks.to(q.dtype)[:, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, column], -1)

@@ -128,7 +128,8 @@ def flash_attention_varlen(
             "dropout_seed": dropout_seed,
         },
         Options(
-            causal, softmax_scale, window, softcap, (max_seqlen_q, max_seqlen_k), kernel, dropout_p, return_lse
+            causal, softmax_scale, window, softcap, (max_seqlen_q, max_seqlen_k), kernel, dropout_p,
+            return_lse=return_lse,
         ),
     )  # fmt: skip
 
@@ -150,7 +151,7 @@ def explain_varlen(*, q: Tensor, max_seqlen_q: int, max_seqlen_k: int, kernel: s
 
     The lengths in it are those that are planned for: the maxima, rounded up, or the sizes of a bias.
     """
-    tensors = {"q": q, **{name: arguments.pop(name) for name in TENSORS[1:]}}
+    tensors = {"q": q, **{name: arguments.pop(name, None) for name in TENSORS[1:]}}
     problem = packed_problem(tensors, (max_seqlen_q, max_seqlen_k), **arguments)
     check_room({name: tensor for name, tensor in tensors.items() if tensor is not None}, max_seqlen_k)
     return plan_attention(problem, gpu_of(q), kernel)

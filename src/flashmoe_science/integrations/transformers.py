@@ -24,6 +24,7 @@ from torch import Tensor
 from ..attention.api import flash_attention
 from ..attention.decode.api import flash_attention_with_kv_cache
 from ..attention.forward.plan import check_kernel_name
+from ..attention.masks.block_mask import is_block_mask
 from ..attention.varlen import flash_attention_varlen
 from ..errors import InputError, MissingPackageError, UnsupportedError, shown
 from . import transformers_models
@@ -278,7 +279,8 @@ def attend(
         query: ``[B, H, Sq, D]``.
         key: ``[B, HK, Sk, D]``.
         value: ``[B, HK, Sk, DV]``.
-        attention_mask: what ``make_mask`` returned, or a mask of the caller: boolean, or added to the scores.
+        attention_mask: what ``make_mask`` returned, or a mask of the caller: boolean, or added to the scores, or a
+            ``BlockMask`` of torch or of this package, beside which no other rule counts.
         dropout: share of the probabilities that are dropped, from torch's default generator: in training, models pass
             ``attention_dropout`` of their configuration.
         scaling: factor on the scores. Default ``D ** -0.5``.
@@ -300,6 +302,7 @@ def attend(
             as a mask may mean two things; the model is known to go wrong, or branches on the name of its
             implementation; no kernel serves this call.
     """
+    options: dict[str, Any]
     is_known = transformers_models.check_layer(module)
     _check_keywords(others)
     check_optional_flag("output_attentions", others.get("output_attentions"))
@@ -310,6 +313,12 @@ def attend(
         if is_asked:
             raise UnsupportedError(f"{name} is not served by flashmoe_science", hint="attn_implementation='eager' does")
     position_bias = others.get("position_bias")
+    if is_block_mask(attention_mask):
+        _check_options(dropout, scaling, None, softcap, is_causal, kernel)
+        _refuse_beside_blocks(others, dropout)
+        options = {"softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux, "kernel": kernel}
+        found: Tensor = call_by_names(flash_attention, _NAMES, query, key, value, mask=attention_mask, **options)
+        return found.transpose(1, 2).contiguous(), None
     if sliding_window is _NOT_GIVEN:
         sliding_window = None
         if attention_mask is None and not is_known:
@@ -321,7 +330,7 @@ def attend(
     if isinstance(position_bias, Tensor) and not position_bias.dtype.is_floating_point:
         check_numbers("position_bias", position_bias, ("query", query))  # added to a mask, it would be one of numbers
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-    options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux, "kernel": kernel}
+    options = {"softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux, "kernel": kernel}
     packed = others if _is_packed(others) else None
     _check_packing(query, attention_mask, others, is_packed=packed is not None)
     try:
@@ -332,6 +341,15 @@ def attend(
             blame(_check_lengths, query, packed)
         raise
     return o, None
+
+
+def _refuse_beside_blocks(others: dict[str, Any], dropout: float) -> None:
+    """Raise ``UnsupportedError`` for what ``flash_attention`` does not serve beside a ``BlockMask``."""
+    asked = {"position_bias": others.get("position_bias") is not None, "dropout": bool(dropout)}
+    asked |= {name: others.get(name) is not None for name in _LENGTHS}
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise UnsupportedError(f"{name} is not served beside a BlockMask", hint="hand over a mask [B, 1, Sq, Sk]")
 
 
 def _attend(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -14,6 +14,9 @@ from ..inputs import Options, check_all_options, gpu_of, problem_of, refuse_tang
 from .autograd import forced_kernel, gradients_of
 from .plan import BackwardPlan, check_backward_kernel_name, plan_backward
 from .problem import BackwardProblem, fields_of_wanted
+
+if TYPE_CHECKING:
+    from ..inputs import AnyMask
 
 
 def flash_attention_backward(
@@ -87,6 +90,7 @@ def explain_gradients(
     sinks: Tensor | None = None,
     alibi: Tensor | None = None,
     bias: Tensor | None = None,
+    mask: AnyMask | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     return_lse: bool = False,
@@ -105,7 +109,7 @@ def explain_gradients(
     """
     forward = problem_of(
         q, k, v, causal=causal, softmax_scale=softmax_scale, window=window, softcap=softcap, sinks=sinks, alibi=alibi,
-        bias=bias, dropout_p=dropout_p, dropout_seed=dropout_seed, return_lse=True,
+        bias=bias, mask=mask, dropout_p=dropout_p, dropout_seed=dropout_seed, return_lse=True,
     )  # fmt: skip
     named = {"q": q, "k": k, "v": v, "sinks": sinks, "bias": bias}
     given = {name: tensor for name, tensor in named.items() if tensor is not None}

@@ -163,12 +163,22 @@ def gradients_of(options: Options, tensors: Mapping[str, Tensor], wanted: Sequen
         return attention_gradients(options, tensors, wanted)
     given = {name: tensor.detach() for name, tensor in tensors.items()}
     numbers = [number for number, name in enumerate(DIFFERENTIABLE) if name in wanted]
-    o: Options = options
-    found = _attention_backward(
+    found = _call_operator(options, given, numbers)
+    return {DIFFERENTIABLE[number]: found[number] for number in numbers}
+
+
+def _call_operator(o: Options, given: Mapping[str, Tensor | None], numbers: Sequence[int]) -> Sequence[Tensor]:
+    """Return what the operator of gradients does; of a call with a mask, that of masks."""
+    if given.get("mask_lists") is not None:
+        masked: Sequence[Tensor] = _attention_masked_backward(
+            *(given.get(name) for name in _MASKED_TENSORS), *o.mask_sizes, o.softmax_scale, o.softcap, numbers, o.kernel
+        )
+        return masked
+    found: Sequence[Tensor] = _attention_backward(
         *(given.get(name) for name in _TENSORS), *(o.max_seqlens or (0, 0)), o.causal, o.softmax_scale, *o.window,
         o.softcap, o.dropout_p, numbers, o.kernel,
     )  # fmt: skip
-    return {DIFFERENTIABLE[number]: found[number] for number in numbers}
+    return found
 
 
 # Graphs hold this operator. A gradient that is not asked for has no elements.
@@ -193,11 +203,18 @@ def _attention_backward(*arguments: Any) -> tuple[Tensor, ...]:
     max_seqlens = longest if "cu_seqlens_q" in given else None
     options = Options(causal, scale, (window[0], window[1]), softcap, max_seqlens, kernel, dropout_p)
     check_backward_operator(given, options, wanted)
-    found = attention_gradients(options, given, [DIFFERENTIABLE[number] for number in wanted])
+    return _made(options, given, wanted, DIFFERENTIABLE)
+
+
+def _made(
+    options: Options, given: Mapping[str, Tensor], wanted: Sequence[int], names: Sequence[str]
+) -> tuple[Tensor, ...]:
+    """Return a gradient for each name, without elements where it is not wanted."""
+    found = attention_gradients(options, given, [names[number] for number in wanted])
     q = given["q"]
     return tuple(
         found[name] if number in wanted else torch.empty(0, dtype=q.dtype, device=q.device)
-        for number, name in enumerate(DIFFERENTIABLE)
+        for number, name in enumerate(names)
     )
 
 
@@ -206,12 +223,17 @@ def _fake_backward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, alibi: Tensor | None, bias: Tensor | None, *options: Any
 ) -> tuple[Tensor, ...]:
     check_fake(q, k, v, (q.dim(), q.dim(), q.dim()), (sinks, alibi, bias, *options))
-    wanted = options[-2]
+    return _fake_gradients({"q": q, "k": k, "v": v, "sinks": sinks, "bias": bias}, options[-2])
+
+
+def _fake_gradients(tensors: Mapping[str, Tensor | None], wanted: Sequence[int]) -> tuple[Tensor, ...]:
+    q = tensors["q"]
+    assert q is not None
     return tuple(
         _fake_gradient(name, tensor)
         if tensor is not None and number in wanted
         else torch.empty(0, dtype=q.dtype, device=q.device)
-        for number, (name, tensor) in enumerate(zip(DIFFERENTIABLE, (q, k, v, sinks, bias), strict=True))
+        for number, (name, tensor) in enumerate(tensors.items())
     )
 
 
@@ -227,6 +249,35 @@ def _refuse_second_order(_ctx: Any, *_gradients: Any) -> Any:
 
 _attention_backward.register_autograd(_refuse_second_order)
 
+_MASKED_TENSORS = ("q", "k", "v", "sinks", "mask_lists", "mask_bits", "o", "lse", "do", "dlse")
+
+
+@torch.library.custom_op(
+    "flashmoe_science::attention_masked_backward",
+    mutates_args=(),
+    schema=(
+        "(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor mask_lists, Tensor mask_bits, Tensor o, Tensor lse, "
+        "Tensor? do, Tensor? dlse, SymInt mask_batch, SymInt mask_heads, float? softmax_scale, float softcap, "
+        "SymInt[] wanted, str kernel) -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+)
+def _attention_masked_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k, v and sinks whose numbers are in ``wanted``."""
+    given = {name: tensor for name, tensor in zip(_MASKED_TENSORS, arguments, strict=False) if tensor is not None}
+    batch, heads, scale, softcap, wanted, kernel = arguments[len(_MASKED_TENSORS) :]
+    options = Options(causal=False, softmax_scale=scale, softcap=softcap, kernel=kernel, mask_sizes=(batch, heads))
+    check_backward_operator(given, options, wanted)
+    return _made(options, given, wanted, DIFFERENTIABLE[:4])
+
+
+@_attention_masked_backward.register_fake
+def _fake_masked_backward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *options: Any) -> tuple[Tensor, ...]:
+    check_fake(q, k, v, (4, 4, 4), (sinks, *options))
+    return _fake_gradients({"q": q, "k": k, "v": v, "sinks": sinks}, options[-2])
+
+
+_attention_masked_backward.register_autograd(_refuse_second_order)
+
 
 def register_gradients(operator: Any, names: Sequence[str], options_of: Callable[[Mapping[str, Any]], Options]) -> None:
     """Give an operator that returns o and LSE its gradients.
@@ -236,7 +287,7 @@ def register_gradients(operator: Any, names: Sequence[str], options_of: Callable
         names: the names of its arguments; tensors have those of ``OPTIONAL``.
         options_of: makes options of the arguments by name.
     """
-    tensors = [name for name in names if name in ("q", "k", "v", *OPTIONAL)]
+    tensors = [name for name in names if name in ("q", "k", "v", *OPTIONAL, "mask_lists", "mask_bits")]
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         given = dict(zip(names, inputs, strict=True))
@@ -253,12 +304,8 @@ def register_gradients(operator: Any, names: Sequence[str], options_of: Callable
         given = dict(zip(tensors, inputs, strict=True))
         needed = {name: need for name, need in zip(names, ctx.needs_input_grad, strict=True) if need}
         wanted = [number for number, name in enumerate(DIFFERENTIABLE) if name in needed]
-        o_: Options = ctx.options
-        found = _attention_backward(
-            given["q"], given["k"], given["v"], *(given.get(name) for name in OPTIONAL), o, lse, do, dlse,
-            *(o_.max_seqlens or (0, 0)), o_.causal, o_.softmax_scale, *o_.window, o_.softcap, o_.dropout_p,
-            wanted, o_.kernel,
-        )  # fmt: skip
+        saved = {**given, "o": o, "lse": lse, "do": do, "dlse": dlse}
+        found = _call_operator(ctx.options, saved, wanted)
         by_name = {DIFFERENTIABLE[number]: found[number] for number in wanted}
         return tuple(by_name.get(name) for name in names)
 

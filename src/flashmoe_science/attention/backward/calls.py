@@ -12,6 +12,7 @@ from torch import Tensor
 from ...errors import UnsupportedError
 from ...gpu.checks import check_storages
 from .. import reference
+from ..masks.dense import with_dense_mask
 from ..packed import mark_shared_keys
 from ..problem import canonical_strides, output_strides
 from .plan import BackwardPlan
@@ -59,7 +60,7 @@ def _reference_call(problem: BackwardProblem) -> Call:
     }  # fmt: skip
 
     def call(tensors: Tensors) -> dict[str, Tensor]:
-        extras = {name: tensors[name] for name in p.extras}
+        extras = with_dense_mask(p, {name: tensors[name] for name in p.extras})
         inputs = (tensors["q"], tensors["k"], tensors["v"])
         check_storages(tensors)
         found = differentiate(*inputs, tensors["do"], tensors.get("dlse"), **options, **extras)

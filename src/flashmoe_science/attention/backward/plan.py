@@ -24,7 +24,8 @@ from .plan_sm90 import (
 from .problem import BackwardProblem
 
 BACKWARD_KERNEL = "FLASHMOE_BACKWARD_KERNEL"  # in the environment: a name to force, which never falls back
-BACKWARD_KERNELS = ("backward_gluon_sm90", "backward_triton", "reference")
+MASKED_BACKWARD_KERNEL = "backward_masked_triton"
+BACKWARD_KERNELS = ("backward_gluon_sm90", "backward_triton", MASKED_BACKWARD_KERNEL, "reference")
 DELTA_WARPS = 4
 
 
@@ -181,6 +182,8 @@ def backward_config(problem: BackwardProblem, arch: int) -> BackwardConfig:
     if p.dropout_p or (p.packed and p.bias):
         featured = tiles.kv_features, tiles.q_features, tiles.bias
         return BackwardConfig(*_SMALL_TILES.get((p.item_bytes, max(64, columns)), featured))
+    if p.mask_heads:
+        return BackwardConfig(tiles.kv_features, tiles.q_features, tiles.bias, tiles.kv_apart)
     if p.window != (-1, -1) or p.softcap or p.alibi or p.bias:
         return BackwardConfig(tiles.kv_features, tiles.q_features, tiles.bias)
     whole = not p.packed and p.seqlen_q % tiles.kv.block_m == 0
@@ -198,6 +201,7 @@ def delta_rows(problem: BackwardProblem) -> int:
 def _launches(problem: BackwardProblem, config: BackwardConfig) -> tuple[PlannedLaunch, ...]:
     p = problem.forward
     heads, heads_kv = p.batch * p.heads, p.batch * p.heads_kv
+    prefix = "masked" if p.mask_heads else "backward"
 
     def launch(name: str, programs: int, warps: int) -> PlannedLaunch:
         if programs >= 2**31:
@@ -207,11 +211,11 @@ def _launches(problem: BackwardProblem, config: BackwardConfig) -> tuple[Planned
     launches = [launch("_delta_kernel", cdiv(p.seqlen_q, delta_rows(problem)) * heads, DELTA_WARPS)]
     if problem.wants_kv:
         tiles = cdiv(p.seqlen_k, config.kv.block_n)
-        one = launch("_backward_kv_kernel", tiles * heads_kv, config.kv.num_warps)
+        one = launch(f"_{prefix}_kv_kernel", tiles * heads_kv, config.kv.num_warps)
         launches += [one, one] if config.kv_apart else [one]
     if problem.wants_q:
         tiles = cdiv(p.seqlen_q, config.q.block_m)
-        launches.append(launch("_backward_q_kernel", tiles * heads, config.q.num_warps))
+        launches.append(launch(f"_{prefix}_q_kernel", tiles * heads, config.q.num_warps))
     if problem.bias_sums is not None:
         sum_batch, sum_heads = problem.bias_sums
         own = (1 if sum_batch else p.batch) * (1 if sum_heads else p.heads)
@@ -247,17 +251,21 @@ def plan_backward(problem: BackwardProblem, gpu: GpuSpec | None, kernel: str = "
             f"no kernel serves head dimension {widest}", hint=f"the nearest that is served: {MAX_HEAD_DIM}"
         )
     refuse_architecture(gpu.arch)
+    portable = _portable(problem)
+    if kernel in (MASKED_BACKWARD_KERNEL, "backward_triton") and kernel != portable:
+        what = "calls without a mask" if p.mask_heads else "calls with a mask"
+        raise UnsupportedError(f"{kernel} does not serve {problem.describe()}: it serves {what}", hint="auto serves it")
     if p.rows == 0 or p.seqlen_k == 0:
         why = "no query sees a key, so gradients are 0: nothing is launched"
-        name = "backward_triton" if kernel == "auto" else kernel
+        name = portable if kernel == "auto" else kernel
         return BackwardPlan(problem, gpu.name, gpu.arch, name, None, (), why)
-    refusal = None if kernel == "backward_triton" else hopper_backward_refusal(problem, gpu)
+    refusal = None if kernel == portable else hopper_backward_refusal(problem, gpu)
     if kernel == "auto" and refusal is None:
         refusal = too_short_for_tiles(problem, gpu)
     if kernel == "backward_gluon_sm90" and refusal:
         raise UnsupportedError(f"{kernel} does not serve {problem.describe()}: {refusal}", hint="auto serves it")
     why = "it was asked for"
-    if kernel != "backward_triton" and refusal is None:
+    if kernel != portable and refusal is None:
         if kernel == "auto":
             why = "it is the one for Hopper"
             if is_wide(problem):
@@ -266,7 +274,12 @@ def plan_backward(problem: BackwardProblem, gpu: GpuSpec | None, kernel: str = "
     if kernel == "auto":
         why = f"it is the one that serves every GPU; backward_gluon_sm90 is passed over ({refusal})"
     config = backward_config(problem, gpu.arch)
-    return BackwardPlan(problem, gpu.name, gpu.arch, "backward_triton", config, _launches(problem, config), why)
+    return BackwardPlan(problem, gpu.name, gpu.arch, portable, config, _launches(problem, config), why)
+
+
+def _portable(problem: BackwardProblem) -> str:
+    """Return the kernel that serves a problem on every GPU."""
+    return MASKED_BACKWARD_KERNEL if problem.forward.mask_heads else "backward_triton"
 
 
 def _hopper_plan(problem: BackwardProblem, gpu: GpuSpec, why: str) -> BackwardPlan:
@@ -278,12 +291,15 @@ def _hopper_plan(problem: BackwardProblem, gpu: GpuSpec, why: str) -> BackwardPl
 def _cpu_plan(problem: BackwardProblem, kernel: str) -> BackwardPlan:
     if kernel in ("auto", "reference"):
         return BackwardPlan(problem, "CPU", 0, "reference", None, (), "CPU tensors run the reference")
-    if kernel == "backward_triton" and os.environ.get("TRITON_INTERPRET") == "1":
+    is_own = kernel == _portable(problem)
+    if is_own and os.environ.get("TRITON_INTERPRET") == "1":
         p = problem.forward
         apart = max(p.head_dim, p.head_dim_v) > 128  # as on some GPUs
         config = BackwardConfig(Tile(16, 32, 4, 1), Tile(32, 16, 4, 1), Tile(32, 32, 4, 1), kv_apart=apart)
+        if p.mask_heads:  # blocks of 128 in few steps
+            config = BackwardConfig(Tile(32, 64, 4, 1), Tile(64, 32, 4, 1), config.bias, kv_apart=apart)
         why = "Triton's interpreter runs it (TRITON_INTERPRET=1)"
         launches = _launches(problem, config) if p.rows and p.seqlen_k else ()  # as on a GPU
         return BackwardPlan(problem, "CPU", 0, kernel, config, launches, why)
-    hint = "TRITON_INTERPRET=1 runs it in Triton's interpreter" if kernel == "backward_triton" else "auto serves them"
+    hint = "TRITON_INTERPRET=1 runs it in Triton's interpreter" if is_own else "auto serves them"
     raise UnsupportedError(f"{kernel} needs an NVIDIA GPU, got CPU tensors", hint=hint)

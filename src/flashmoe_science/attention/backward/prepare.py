@@ -18,6 +18,7 @@ from ..forward.prepare import (
     strides_of,
 )
 from ..kernel_arguments import BackwardCall, BackwardTile
+from ..masks.prepare import prepare_masked_gradients
 from ..problem import LOG2_E, AttentionProblem
 from ..tiles import block_dim
 from .dkv_triton import _backward_kv_kernel, _delta_kernel
@@ -38,8 +39,11 @@ def prepare_backward_kernels(plan: BackwardPlan) -> tuple[PreparedKernel, ...]:
     problem, config = plan.problem, plan.config
     grids = {launch.pattern: launch.grid for launch in plan.launches}
     kernels = [_delta(problem, grids["_delta_kernel"])]
+    makes = (("dk_ptr",), ("dv_ptr",)) if config.kv_apart else (("dk_ptr", "dv_ptr"),)
+    if problem.forward.mask_heads:
+        tiles = config.kv, config.q
+        return (*kernels, *prepare_masked_gradients(problem, tiles, grids, makes, alignment(problem)))
     if problem.wants_kv:
-        makes = (("dk_ptr",), ("dv_ptr",)) if config.kv_apart else (("dk_ptr", "dv_ptr"),)
         kernels += [_kv(problem, config, grids["_backward_kv_kernel"], outputs) for outputs in makes]
     if problem.wants_q:
         kernels.append(_q(problem, config, grids["_backward_q_kernel"]))

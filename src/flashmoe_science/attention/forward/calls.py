@@ -18,6 +18,7 @@ from ...gpu.checks import check_storages
 from ...gpu.device import gpu_at
 from .. import reference
 from ..inputs import AttentionCall, batched_problem, layouts_of
+from ..masks.dense import with_dense_mask
 from ..packed import check_values, planned_lengths, problem_of_packed
 from ..problem import AttentionProblem
 from ..tiles import ForwardConfig, HopperConfig, Plan
@@ -109,7 +110,8 @@ def _reference_call(problem: AttentionProblem) -> Call:
 
     def call(q: Tensor, k: Tensor, v: Tensor, _pq: int, _pk: int, _pv: int, *extras: Tensor) -> Any:
         check_storages({"q": q, "k": k, "v": v, **dict(zip(names, extras, strict=True))})
-        exact, exact_lse = attend(q, k, v, **options, **dict(zip(names, extras, strict=True)))
+        given = with_dense_mask(problem, dict(zip(names, extras, strict=True)))
+        exact, exact_lse = attend(q, k, v, **options, **given)
         o = allocate_output(problem, q).copy_(exact)
         return (o, allocate_lse(problem, q).copy_(exact_lse)) if problem.return_lse else o
 

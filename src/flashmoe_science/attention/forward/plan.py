@@ -7,6 +7,7 @@ import os
 from ...errors import InputError, UnsupportedError, shown
 from ...gpu.planning import PlannedLaunch, refuse_architecture
 from ...gpu.specs import GpuSpec
+from ..masks.plan import MASKED_KERNEL, masked_launch, masked_plan, masked_refusal
 from ..problem import AttentionProblem
 from ..tiles import ForwardConfig, Plan, cdiv
 from .plan_sm90 import hopper_plan, hopper_refusal, hopper_underfills
@@ -15,7 +16,9 @@ from .triton_plan import forward_plan
 from .variants_plan import FEATURES_KERNEL, variants_passed_over, variants_plan, variants_refusal
 
 MAX_HEAD_DIM = 256
-KERNELS = ("forward_short_gluon", "forward_gluon_sm90", FEATURES_KERNEL, "forward_triton", "reference")
+KERNELS = (
+    "forward_short_gluon", "forward_gluon_sm90", FEATURES_KERNEL, "forward_triton", MASKED_KERNEL, "reference",
+)  # fmt: skip
 
 
 def check_kernel_name(kernel: object) -> None:
@@ -45,7 +48,8 @@ def plan_attention(problem: AttentionProblem, gpu: GpuSpec | None, kernel: str =
         )
     refuse_architecture(gpu.arch)
     if problem.rows == 0:
-        name = "forward_triton" if kernel == "auto" else kernel
+        own = MASKED_KERNEL if problem.mask_heads else "forward_triton"
+        name = own if kernel == "auto" else kernel
         return Plan(problem, gpu.name, gpu.arch, name, None, (), "the output is empty: nothing is launched")
     if kernel == "auto":
         return _auto_plan(problem, gpu)
@@ -56,11 +60,12 @@ def _refusal(kernel: str, problem: AttentionProblem, gpu: GpuSpec) -> str | None
     """Return why ``kernel`` cannot serve ``problem``, or None."""
     if kernel == FEATURES_KERNEL:
         return variants_refusal(problem, gpu)
-    refuse = {"forward_short_gluon": short_refusal, "forward_gluon_sm90": hopper_refusal}.get(kernel)
-    if refuse is None:
-        return None
+    if kernel == MASKED_KERNEL:
+        return masked_refusal(problem)
+    if kernel == "forward_triton":
+        return "it does not serve a block mask" if problem.mask_heads else None
     if not problem.features:
-        return refuse(problem, gpu)
+        return short_refusal(problem, gpu) if kernel == "forward_short_gluon" else hopper_refusal(problem, gpu)
     *first, last = problem.features
     return f"it does not serve {', '.join(first)}{' and ' if first else ''}{last}"
 
@@ -71,6 +76,7 @@ def _forced_plan(problem: AttentionProblem, gpu: GpuSpec, kernel: str) -> Plan:
         "forward_gluon_sm90": hopper_plan,
         FEATURES_KERNEL: variants_plan,
         "forward_triton": forward_plan,
+        MASKED_KERNEL: masked_plan,
     }
     refusal = _refusal(kernel, problem, gpu)
     if refusal:
@@ -79,6 +85,8 @@ def _forced_plan(problem: AttentionProblem, gpu: GpuSpec, kernel: str) -> Plan:
 
 
 def _auto_plan(problem: AttentionProblem, gpu: GpuSpec) -> Plan:
+    if problem.mask_heads:
+        return masked_plan(problem, gpu, "it is the one that serves a block mask")
     refusal = _refusal("forward_short_gluon", problem, gpu) or short_passed_over(problem, gpu)
     if refusal is None and _hopper_declines(problem, gpu) is None:
         refusal = short_slower_than_hopper(problem, gpu)
@@ -107,10 +115,14 @@ def _hopper_declines(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
 def _cpu_plan(problem: AttentionProblem, kernel: str) -> Plan:
     if kernel in ("auto", "reference"):
         return Plan(problem, "CPU", 0, "reference", None, (), "CPU tensors run the reference")
-    if kernel == "forward_triton" and os.environ.get("TRITON_INTERPRET") == "1":
+    is_own = kernel == (MASKED_KERNEL if problem.mask_heads else "forward_triton")
+    if is_own and os.environ.get("TRITON_INTERPRET") == "1":
         config = ForwardConfig(16, 32, 4, 1)
         grid = (cdiv(problem.seqlen_q, 16) * problem.batch * problem.heads, 1, 1)
         launch = PlannedLaunch("_forward_kernel", grid, (128, 1, 1))
+        if problem.mask_heads:  # blocks of 128 in few steps: the interpreter takes long for each
+            config = ForwardConfig(32, 64, 4, 1)
+            launch = masked_launch(problem, config)
         return Plan(problem, "CPU", 0, kernel, config, (launch,), "Triton's interpreter runs it (TRITON_INTERPRET=1)")
-    hint = "TRITON_INTERPRET=1 runs it in Triton's interpreter" if kernel == "forward_triton" else "use kernel='auto'"
+    hint = "TRITON_INTERPRET=1 runs it in Triton's interpreter" if is_own else "use kernel='auto'"
     raise UnsupportedError(f"{kernel} needs an NVIDIA GPU, got CPU tensors", hint=hint)

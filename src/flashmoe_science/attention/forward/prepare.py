@@ -11,6 +11,8 @@ import torch
 from ...gpu.compile import grouped
 from ...gpu.signature import Argument, Pointer, PreparedKernel, Scalar, kernel_source, prepare_kernel
 from ..kernel_arguments import ForwardCall, ForwardTile
+from ..masks.plan import MASKED_KERNEL
+from ..masks.prepare import prepare_masked
 from ..problem import ITEM_BYTES, LOG2_E, AttentionProblem
 from ..tiles import ForwardConfig, HopperConfig, Plan, ShortConfig, block_dim
 from .gluon_sm90 import _forward_sm90_kernel
@@ -82,6 +84,8 @@ def prepare_kernels(plan: Plan) -> tuple[PreparedKernel, ...]:
         return prepare_features(plan)
     if isinstance(plan.config, HopperConfig):
         return (_hopper(plan, plan.config),)
+    if plan.kernel == MASKED_KERNEL and plan.launches:
+        return (prepare_masked(plan, alignment(plan.problem)),)
     if isinstance(plan.config, ForwardConfig):
         forward = _forward(plan, plan.config)
         return (forward, _merge(plan, plan.config)) if plan.config.num_splits > 1 else (forward,)
