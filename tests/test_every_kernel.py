@@ -59,12 +59,14 @@ def sources() -> Iterator[tuple[KernelSource, int]]:
     forward = AttentionProblem(2, 4, 2, 512, 512, 64, 64, "bf16", bias="fp32")
     biased = BackwardProblem(forward, bias_sums=(True, False))
     packed = BackwardProblem(AttentionProblem(2, 4, 2, 512, 512, 64, 64, "bf16", packed=True))
+    masked = BackwardProblem(AttentionProblem(2, 4, 2, 512, 512, 64, 64, "bf16", mask_batch=1, mask_heads=2))
     routing = Routing(9, 64, 4, "fp32", (64, 1), "sigmoid", True, "fp32", 4, 2, 1.0)
     for arch, gpu in GPUS.items():
         planned = (
             *prepare_cache_kernels(plan_with_kv_cache(appending, SPECS[gpu])),
             *prepare_backward_kernels(plan_backward(biased, SPECS[gpu])),
             *prepare_backward_kernels(plan_backward(packed, SPECS[gpu])),
+            *prepare_backward_kernels(plan_backward(masked, SPECS[gpu])),
             kernel_of(routing, arch),
             backward_kernel_of(routing, arch),
         )

@@ -32,6 +32,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "attention": {"batch": 2, "heads": 4, "heads_kv": 2, "seqlen_q": 33, "head_dim": 16, "causal": True},
     "attention_backward": {"batch": 1, "heads": 2, "heads_kv": 1, "seqlen_q": 21, "head_dim": 32, "causal": True},
     "attention_cache": {"batch": 2, "heads": 4, "heads_kv": 2, "seqlen_k": 48, "head_dim": 16, "page_size": 16},
+    "attention_masked": {"batch": 1, "heads": 2, "seqlen_q": 33, "head_dim": 16, "mask": "documents", "amount": 9},
     "attention_train": {"batch": 1, "heads": 2, "seqlen_q": 24, "head_dim": 16, "causal": True, "window": [7, 0]},
     "attention_varlen": {"lengths": [5, 0, 17], "heads": 2, "head_dim": 16, "causal": True},
     "attention_varlen_backward": {"lengths": [5, 0, 17], "heads": 2, "head_dim": 16, "causal": True},

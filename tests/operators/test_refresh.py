@@ -15,6 +15,7 @@ _MOE = {"tokens": 16, "experts": 4, "top_k": 2, "hidden": 64, "inter": 48, "dtyp
 CASES = {
     "attention": {**_ATTENTION, "heads_kv": 2, "causal": True},
     "attention_backward": _ATTENTION,
+    "attention_masked": {**_ATTENTION, "mask": "prefix", "amount": 9},
     "attention_train": _ATTENTION,
     "attention_varlen": {"lengths": [5, 40], "heads": 4, "head_dim": 16, "dtype": "fp32"},
     "attention_varlen_backward": {"lengths": [5, 40], "heads": 4, "head_dim": 16, "dtype": "fp32"},

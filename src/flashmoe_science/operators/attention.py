@@ -7,7 +7,7 @@ import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -99,13 +99,13 @@ class AttentionOperator(KernelOperator):
     """Attention, for the harness."""
 
     name = "attention"
-    fresh = ("q", "k", "v", "sinks", "bias")
+    fresh: ClassVar[tuple[str, ...]] = ("q", "k", "v", "sinks", "bias")
     keys = {
         "batch": int, "heads": int, "heads_kv": int, "seqlen_q": int, "seqlen_k": int, "head_dim": int,
         "head_dim_v": int, "dtype": str, "causal": bool, "softmax_scale": float,
         "window": list, "softcap": float, "sinks": str, "alibi": str, "bias": str,
     }  # fmt: skip
-    required = ("batch", "heads", "seqlen_q", "head_dim", "dtype")
+    required: ClassVar[Sequence[str]] = ("batch", "heads", "seqlen_q", "head_dim", "dtype")
     same_as = {"heads_kv": "heads", "seqlen_k": "seqlen_q", "head_dim_v": "head_dim"}
     omitted = {"softmax_scale": None, "window": (-1, -1), "softcap": 0.0, "sinks": "", "alibi": "", "bias": ""}
     kernels = {

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.reference import _weigh_rows, heads_at_once
+from ..attention.reference import _grouped, _of_heads, _weigh_rows, heads_at_once
 from ..gpu.ambient import without_autocast
 from .error_scale import WIDE, Estimate, Format, Scale, independent_terms
 
@@ -50,6 +50,7 @@ def _chunks(
     sinks: Tensor | None = None,
     alibi: Tensor | None = None,
     bias: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> Iterator[_Rows]:
     """Yield P, with its error, of as many rows at once as fit."""
     (batch, heads, seqlen_q, head_dim), (heads_kv, seqlen_k) = q.shape, k.shape[1:3]
@@ -57,6 +58,7 @@ def _chunks(
     rows = max(1, min(seqlen_q, _CHUNK_SCORES // max(1, group * seqlen_k)))
     at_once = heads_at_once(heads_kv, 2 * rows * group * seqlen_k)
     low = Format.of(q.dtype)
+    shown = _of_heads(mask, batch, heads)
 
     def grouped(tensor: Tensor) -> Tensor:
         return tensor.float().reshape(-1, group, *tensor.shape[1:])
@@ -73,6 +75,7 @@ def _chunks(
         weights, total, _, capped = _weigh_rows(
             some_q, some_k, *more,
             position=first + seqlen_k - seqlen_q, scale=scale, causal=causal, window=window, softcap=softcap,
+            mask=None if shown is None else _grouped(shown(b, mine, chunk), group),
         )  # fmt: skip
         total = torch.where(total == 0, 1.0, total)[..., None]
         own = softcap * capped if capped is not None else some_q @ some_k.mT * scale
