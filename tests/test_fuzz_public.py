@@ -138,9 +138,15 @@ def of_cache() -> Arguments:
         "v": half(2, 2, 1, 4), "cache_seqlens": ints(3, 5), "page_table": None, "cache_batch_idx": ints(1, 0),
         "leftpad_k": ints(0, 1), "rotary_cos": half(8, 2), "rotary_sin": half(8, 2), "rotary_interleaved": False,
         "causal": True, "window": (-1, -1), "softcap": 0.0, "sinks": half(4), "alibi": half(4),
-        "bias": half(1, 1, 2, 6),
+        "bias": half(1, 1, 2, 6), "k_scale": None, "v_scale": None,
         "softmax_scale": 0.4, "num_splits": 0, "batch_invariant": False, "return_lse": True, "kernel": "auto",
     }  # fmt: skip
+
+
+def of_cache_fp8() -> Arguments:
+    given = of_cache_pages()
+    caches = {name: given[name].to(torch.float8_e4m3fn) for name in ("k_cache", "v_cache")}
+    return {**given, **caches, "k_scale": torch.rand(4, 3, 2), "v_scale": torch.rand(2)}
 
 
 def of_cache_pages() -> Arguments:
@@ -391,6 +397,7 @@ ENTRIES: dict[str, tuple[Callable[..., Any], Callable[[], Arguments], Callable[[
     "flash_attention_with_kv_cache": (flash_attention_with_kv_cache, of_cache, attended_cache),
     "flash_attention_with_kv_cache paged": (flash_attention_with_kv_cache, of_cache_pages, attended_cache),
     "merge_attention_states": (merge_attention_states, of_parts, merged),
+    "flash_attention_with_kv_cache fp8": (flash_attention_with_kv_cache, of_cache_fp8, attended_cache),
     "fused_moe": (fused_moe, of_experts, of_fused_moe),
     "fused_moe_backward": (fused_moe_backward, of_expert_gradients, expert_gradients),
     "route": (route, of_route, routed),
@@ -565,7 +572,7 @@ def copies(given: Arguments) -> dict[str, Tensor]:
     return {
         name: value.detach().clone()
         for name, value in given.items()
-        if name in ("k_cache", "v_cache") and type(value) is Tensor and not value.is_nested
+        if name in ("k_cache", "v_cache") and type(value) is Tensor and not value.is_nested and not value.is_neg()
         and value.layout == torch.strided and value.device.type == "cpu"
         and value.untyped_storage().nbytes() >= value.numel() * value.element_size()
     }  # fmt: skip

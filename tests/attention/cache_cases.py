@@ -34,6 +34,7 @@ class CacheCase:
     full: bool = False  # no cache_seqlens: every cache is full
     rotary_dim: int = 0
     shared: bool = False  # values are the first columns of the keys
+    fp8: str = ""  # caches are e4m3: "none", or what has a scale, "all", "head" or "token"
     sinks: bool = False
     alibi: str = ""  # "heads" or "batch"
     bias: str = ""  # its dtype; " shared" behind it: of all sequences and heads; " across": columns are far
@@ -68,6 +69,8 @@ def make_tensors(case: CacheCase, device: str = "cpu", seed: int = 0) -> Tensors
         shape = (case.heads,) if case.alibi == "heads" else (batch, case.heads)
         tensors["alibi"] = torch.rand(shape, generator=generator)
     fill_caches(case, tensors, generator)
+    if case.fp8:
+        quantise_caches(case, tensors, generator)
     if case.bias:
         tensors["bias"] = make_bias(case, tensors, generator)
     tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
@@ -114,6 +117,21 @@ def fill_caches(case: CacheCase, tensors: Tensors, generator: torch.Generator) -
             tensors["page_table"][b, -(-(keys + case.new) // length) :] = 2**31 - 1
             if case.gone:
                 tensors["page_table"][b, : case.gone[b] // length] = -1
+
+
+def quantise_caches(case: CacheCase, tensors: Tensors, generator: torch.Generator) -> None:
+    """Make the caches fp8, with scales; those of tokens are NaN where the cache is."""
+    for side in "kv":
+        cache = tensors[f"{side}_cache"].float()
+        scale = torch.ones(())
+        if case.fp8 == "token":
+            scale = cache.abs().amax(-1) / 448
+        elif case.fp8 != "none":
+            scale = 0.005 + 0.02 * torch.rand((case.heads_kv,) if case.fp8 == "head" else (), generator=generator)
+        cache /= scale[..., None] if scale.dim() else scale
+        tensors[f"{side}_cache"] = cache.clamp(-448, 448).to(torch.float8_e4m3fn)
+        if case.fp8 != "none" and not (case.shared and side == "v"):
+            tensors[f"{side}_scale"] = scale
 
 
 FEATURES = {"causal": True, "window": (9, 1), "softcap": 4.0, "softmax_scale": -0.3}
@@ -178,6 +196,29 @@ CACHE_CASES = [
     ),
     CacheCase("shared-whole", lengths=(37, 20), shared=True),
     CacheCase("mqa-one-column", lengths=(20,), heads=5, heads_kv=1, head_dim=1),
+    CacheCase("fp8", lengths=(37, 20), new=1, fp8="none"),
+    CacheCase("fp8-all", lengths=(37, 0, 69), new=1, page_size=16, fp8="all"),
+    CacheCase("fp8-head", lengths=(37, 70), seqlen_q=2, page_size=3, head_dim=40, fp8="head", options={"causal": True}),
+    CacheCase("fp8-token", lengths=(37, 15, 0), new=3, seqlen_q=3, page_size=16, fp8="token", options={"causal": True}),
+    CacheCase("fp8-token-rows", lengths=(37, 4), new=2, rows=(0, 2), head_dim=24, head_dim_v=40, fp8="token"),
+    CacheCase("fp8-fp32", lengths=(60, 31), dtype="fp32", padding=(5, 0), heads=16, seqlen_q=2, fp8="token"),
+    CacheCase(
+        "fp8-features", lengths=(50, 11), seqlen_q=3, sinks=True, alibi="batch", page_size=16, fp8="token",
+        options={**FEATURES, "num_splits": 3},
+    ),
+    CacheCase("fp8-softcap-bias", lengths=(50, 11), bias="fp16", fp8="head", options={"softcap": 4.0}),
+    CacheCase(
+        "fp8-rotary", lengths=(37, 8), new=2, seqlen_q=2, rotary_dim=16, fp8="head", options={"causal": True},
+    ),
+    CacheCase("fp8-rotary-token", lengths=(37, 8), new=2, rotary_dim=16, page_size=8, fp8="token"),
+    CacheCase(
+        "fp8-shared", lengths=(70, 3, 0), heads=20, heads_kv=1, head_dim=48, head_dim_v=32, page_size=16, shared=True,
+        fp8="all",
+    ),
+    CacheCase(
+        "fp8-shared-token", lengths=(37, 9), seqlen_q=2, heads_kv=1, head_dim=48, head_dim_v=32, page_size=3,
+        shared=True, fp8="token", options={"causal": True},
+    ),
 ]  # fmt: skip
 EMPTY_CACHE_CASES = [
     CacheCase("no-sequences", lengths=(), capacity=4),

@@ -38,7 +38,7 @@ def check_bits(case: CacheCase) -> None:
         one: Tensors = {
             name: tensors[name][b : b + 1] for name in ("q", "cache_seqlens", "page_table") if name in tensors
         }
-        for name in ("k_cache", "v_cache"):
+        for name in {"k_cache", "v_cache", "k_scale", "v_scale"} & {*tensors}:
             one[name] = tensors[name] if case.page_size else tensors[name][b : b + 1]
         larger = dict(one)
         if case.page_size:

@@ -505,25 +505,29 @@ def test_prepared_calls_see_every_change():
     assert not torch.equal(call(tensors)[0], o)
 
 
-@pytest.mark.parametrize("why", ["append-paged", "features", "rotary", "bias", "bias-shared"])
+@pytest.mark.parametrize("why", ["append-paged", "features", "rotary", "bias", "bias-shared", "fp8-token", "fp8-head"])
 def test_compile_and_opcheck(why):
     """The registered operators trace whole graphs, declare what they write, and their fake implementations fit."""
     case = next(case for case in CACHE_CASES if case.why == why)
     tensors = make_tensors(dataclasses.replace(case, dtype="fp32"))
     # opcheck compares caches before and after, and NaN is unlike itself.
-    for name in {"k_cache", "v_cache", "bias"} & set(tensors):
-        tensors[name].nan_to_num_(neginf=-torch.inf)
+    for name in {"k_cache", "v_cache", "bias", "k_scale", "v_scale"} & set(tensors):
+        whole = tensors[name].float().nan_to_num(neginf=-torch.inf)
+        tensors[name].copy_(whole)
     expected_tensors = clone(tensors)
     expected = call(expected_tensors, **case.options)
     compiled_tensors = clone(tensors)
     compiled = torch.compile(lambda given: call(given, **case.options), fullgraph=True, backend="eager")
     for got, right in zip(compiled(compiled_tensors), expected, strict=True):
         torch.testing.assert_close(got, right)
-    assert torch.equal(compiled_tensors["k_cache"], expected_tensors["k_cache"])
+    for name in {"k_cache", "v_cache", "k_scale", "v_scale"} & set(tensors):
+        assert torch.equal(compiled_tensors[name].float(), expected_tensors[name].float())
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    checks = checks[1:] if case.fp8 else checks  # torch compares no fp8 tensors before and after
     window = case.options.get("window", (-1, -1))
     tail = (
-        tensors.get("sinks"), tensors.get("alibi"), tensors.get("bias"), case.options.get("causal", False), *window,
-        case.options.get("softcap", 0.0), None, 0, False, "auto",
+        *(tensors.get(name) for name in ("sinks", "alibi", "bias", "k_scale", "v_scale")),
+        case.options.get("causal", False), *window, case.options.get("softcap", 0.0), None, 0, False, "auto",
     )  # fmt: skip
     optional = [tensors.get(name) for name in ("page_table", "cache_batch_idx", "leftpad_k")]
     head = [tensors[name] for name in ("q", "k_cache", "v_cache")]
@@ -532,15 +536,19 @@ def test_compile_and_opcheck(why):
             *head, tensors["k"], tensors["v"], tensors["cache_seqlens"], *optional, tensors.get("rotary_cos"),
             tensors.get("rotary_sin"), False, *tail,
         )  # fmt: skip
-        torch.library.opcheck(torch.ops.flashmoe_science.attention_append_kv_cache, arguments)
+        operator = torch.ops.flashmoe_science.attention_append_kv_cache
+        torch.library.opcheck(operator, arguments, test_utils=checks)
     else:
         arguments = (*head, tensors["cache_seqlens"], *optional, *tail)
-        torch.library.opcheck(torch.ops.flashmoe_science.attention_with_kv_cache, arguments)
+        torch.library.opcheck(torch.ops.flashmoe_science.attention_with_kv_cache, arguments, test_utils=checks)
 
 
 BITS = [
     CacheCase("bits-invariant", lengths=(300, 20, 0), capacity=320, page_size=16, options={"batch_invariant": True}),
     CacheCase("bits-splits", lengths=(60, 20), page_size=4, options={"num_splits": 3}),
+    CacheCase(
+        "bits-fp8", lengths=(300, 20), capacity=320, page_size=16, fp8="token", options={"batch_invariant": True}
+    ),
 ]
 NOT_FINITE = [
     CacheCase(f"not-finite-bias-{dtype}", lengths=(50, 11), seqlen_q=3, bias=dtype, options={"num_splits": splits})

@@ -255,6 +255,10 @@ def test_combine_of_fa3():
         ),
         ({"cu_seqlens_q": ints(0, 1, 2), "k": None, "v": None}, InputError, "max_seqlen_q a number with cu_seqlens_q"),
         ({"num_splits": -1}, InputError, "num_splits must be an integer"),
+        (
+            {"k_cache": torch.ones(10, 4, 2, 16).to(torch.float8_e4m3fn)}, UnsupportedError,
+            "k_cache in fp8 is not served here",
+        ),
         ({"q": torch.ones(2, 16)}, InputError, r"q must be a torch.Tensor of 4 dimensions \[B, S, H, D\]"),
     ],
 )  # fmt: skip

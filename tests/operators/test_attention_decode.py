@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
 
 from flashmoe_science import InputError
+from flashmoe_science.attention.decode.contract import cache_problem_of
 from flashmoe_science.operators.attention_decode import OPERATOR
 from flashmoe_science.operators.baselines.attention_decode import BASELINES, FlashAttention
 from flashmoe_science.operators.baselines.base import Bound
@@ -21,9 +23,15 @@ from ..moved import assert_answers_wholly
 TABLE = {"batch": 3, "heads": 4, "heads_kv": 2, "seqlen_k": 48, "head_dim": 16, "dtype": "fp32"}
 MLA = {"heads_kv": 1, "head_dim": 576, "head_dim_v": 512, "shared_kv": True}
 TABLES = [TABLE, {**TABLE, "page_size": 16}, {**TABLE, "seqlen_q": 3, "causal": True, "softmax_scale": 0.5}]
+SHARED = {"heads_kv": 1, "head_dim": 24, "head_dim_v": 16, "shared_kv": True}
+FP8_TABLES = [
+    {**TABLE, "fp8": "all"}, {**TABLE, "fp8": "token", "page_size": 16}, {**TABLE, **SHARED, "fp8": "token"},
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("table", TABLES, ids=["contiguous", "paged", "causal"])
+@pytest.mark.parametrize(
+    "table", TABLES + FP8_TABLES, ids=["contiguous", "paged", "causal", "fp8", "fp8-token", "fp8-shared"]
+)
 def test_a_bound_call_gives_the_exact_answer(table):
     problem = OPERATOR.parse_case(table)
     assert OPERATOR.parse_case(OPERATOR.as_table(problem)) == problem
@@ -107,6 +115,34 @@ def test_baselines_say_what_they_do_not_serve():
     narrow = OPERATOR.parse_case({**TABLES[1], "dtype": "bf16", **MLA, "head_dim": 80, "head_dim_v": 64})
     assert BASELINES["fa3"].refusal(narrow) == "it is called for MLA of 576 and 512 columns"
     assert BASELINES["flashinfer"].refusal(OPERATOR.parse_case(TABLES[2])) == "it is called for one query a sequence"
+
+
+@pytest.mark.parametrize("table", FP8_TABLES, ids=["all", "token", "shared"])
+def test_fp8_caches(table):
+    """The call is the one that is planned for; ours over wide caches is a baseline, and few others are."""
+    problem = OPERATOR.parse_case(table)
+    inputs = OPERATOR.make_inputs(problem, seed=3, device="cpu")
+    positional, options = OPERATOR.arguments(problem, inputs)
+    tensors = dict(zip(("q", "k_cache", "v_cache"), positional, strict=True))
+    tensors |= {name: value for name, value in options.items() if isinstance(value, torch.Tensor)}
+    more = {name: value for name, value in options.items() if name in ("causal", "softmax_scale")}
+    found = cache_problem_of(tensors, **more)
+    assert dataclasses.replace(found, pointer_alignment=16) == problem
+    exact = OPERATOR.exact(problem, inputs)
+    wide = OPERATOR.bind(BASELINES["wide-cache"].load(), problem, inputs)()
+    torch.testing.assert_close(wide.double(), exact, rtol=1e-4, atol=1e-4)
+    assert OPERATOR.error_scale(problem, inputs)
+    refusals = {name: baseline.refusal(problem) for name, baseline in BASELINES.items() if name != "copy"}
+    assert refusals.pop("wide-cache") is None
+    assert refusals.pop("flashinfer") is not None  # fp32 queries
+    assert set(refusals.values()) <= {"it is called for caches in the dtype of the queries", refusals["fa3"]}
+    OPERATOR.refresh(problem, inputs, seed=4)
+    assert not torch.allclose(OPERATOR.exact(problem, inputs), exact)
+
+
+def test_a_wrong_scale_is_refused():
+    with pytest.raises(InputError, match="fp8 must be one of '', 'all', 'token', got 'head'"):
+        OPERATOR.parse_case({**TABLE, "fp8": "head"})
 
 
 def test_the_copy_moves_as_many_bytes_as_keys_and_values_have():

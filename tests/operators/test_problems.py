@@ -26,7 +26,7 @@ def described(operator, problem):
         if operator is attention.OPERATOR:
             return problem_of(*arguments, return_lse=False, **options)
         called = cache_problem_of(dict(zip(("q", "k_cache", "v_cache"), arguments, strict=True)) | {
-            name: options.pop(name) for name in ("page_table", "cache_seqlens") if name in options
+            name: options.pop(name) for name in ("page_table", "cache_seqlens", "k_scale", "v_scale") if name in options
         }, **options)  # fmt: skip
         return replace(called, shared_kv=problem.shared_kv)  # without memory nothing is shared
     p, tensors = problem.forward, draw(problem, seed=0, device="cpu")

@@ -182,8 +182,11 @@ class DecodeCall(NamedTuple):
     DV: int
     BLOCK_D: int  # D rounded up to a power of two
     BLOCK_DV: int
-    ALIGN: int  # every row of q, k and v starts at a multiple of this many elements
+    ALIGN_Q: int  # every row of q starts at a multiple of this many elements
+    ALIGN: int  # every row of k and v starts at a multiple of this many elements
     ALIGN_O: int
+    K_BY_TOKEN: bool  # each key has a scale of its own, else a head or all have one
+    V_BY_TOKEN: bool
     SHARED_KV: bool  # V is the first DV columns of K; then D is DV, and REST columns follow
     REST: int
     BLOCK_REST: int
@@ -248,3 +251,6 @@ class AppendCall(NamedTuple):
     ROTARY_DIM: int  # 0: no rotary embedding
     INTERLEAVED: bool  # columns 2i and 2i + 1 are rotated together, else i and i + ROTARY_DIM / 2
     ADVANCE: bool  # query m is at position m after the keys before, else all are at the first
+    FP8: bool  # what is written is e4m3, over a scale
+    K_BY_TOKEN: bool  # each key gets a scale of its own, else it is divided by that of its head
+    V_BY_TOKEN: bool

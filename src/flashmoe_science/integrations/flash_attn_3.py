@@ -188,6 +188,10 @@ def flash_attn_with_kvcache(
     _check_tuning(attention_chunk, num_splits, pack_gqa, False, sm_margin)  # noqa: FBT003 - there is no such option
     options["return_lse"] = return_lse = as_flag("return_softmax_lse", return_softmax_lse)
     check_kinds(q=q, k=k, v=v, qv=qv)
+    if getattr(k_cache, "dtype", None) == torch.float8_e4m3fn:
+        raise UnsupportedError(
+            "k_cache in fp8 is not served here", hint="flash_attention_with_kv_cache takes it, with k_scale and v_scale"
+        )
     given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "qv": qv}
     if cu_seqlens_q is not None:
         only_dense = {

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _TENSORS = (
     "q", "k_cache", "v_cache", "k", "v", "cache_seqlens", "page_table", "cache_batch_idx", "leftpad_k", "rotary_cos",
-    "rotary_sin", "sinks", "alibi", "bias",
+    "rotary_sin", "sinks", "alibi", "bias", "k_scale", "v_scale",
 )  # fmt: skip
 _prepared: dict[tuple[Any, ...], Call] = {}
 
@@ -73,6 +73,8 @@ def flash_attention_with_kv_cache(
     sinks: Tensor | None = None,
     alibi: Tensor | None = None,
     bias: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     softmax_scale: float | None = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
@@ -89,8 +91,9 @@ def flash_attention_with_kv_cache(
     Args:
         q: ``[B, H, Sq, D]`` fp16, bf16 or fp32, D contiguous; D from 1 to 256 on a GPU.
         k_cache: ``[B, S, HK, D]``, or with ``page_table`` ``[pages, page_size, HK, D]`` of any page size (fast from
-            16), dtype and device of q, any strides but D contiguous; H is a multiple of HK. Positions come before
-            heads, as caches are written token by token: a cache ``[B, HK, S, D]`` is passed as ``.transpose(1, 2)``.
+            16), dtype of q or ``torch.float8_e4m3fn`` (sm_89 and newer), device of q, any strides but D contiguous; H
+            is a multiple of HK. Positions come before heads, as caches are written token by token: a cache
+            ``[B, HK, S, D]`` is passed as ``.transpose(1, 2)``.
         v_cache: the same with DV columns. ``k_cache[..., :DV]`` itself is read once for both: the absorbed form of MLA,
             D 576 and DV 512 with one K/V head. Then nothing can be appended.
         k: ``[B, HK, Sn, D]``, written to ``k_cache`` at positions ``cache_seqlens[b]`` and on. Needs ``v`` and
@@ -119,6 +122,11 @@ def flash_attention_with_kv_cache(
             ``bias[b, h, m, n]`` is added to the score of position n; -inf hides it. Columns of positions that are not
             read are not read either. Where all keys of a row have the most negative number, they are equal, and the LSE
             is below -2e38.
+        k_scale: fp32, for an fp8 cache: keys are ``k_cache * k_scale``. ``[]``, one for each head ``[HK]``, or one for
+            each key ``[B or pages, positions, HK]``, placed as the cache is. What is appended is divided by it, and
+            rounded to the nearest, at most 448 in size; but a scale for each key is made of the key, 1/448 of its
+            largest column, and written here. Default: 1.
+        v_scale: the same of values. Where values are columns of the keys, it is ``k_scale``, and this is None.
         softmax_scale: as in ``flash_attention``.
         num_splits: the most splits of the keys of a sequence; 0 leaves the choice to the plan. A given number overrides
             ``batch_invariant``, with the same bitwise guarantee.
@@ -140,9 +148,11 @@ def flash_attention_with_kv_cache(
         UnsupportedError: no kernel serves this call, an input requires grad while gradients are recorded, or one has a
             forward-mode tangent.
 
-    Numerics: those of ``flash_attention``. Results are bitwise reproducible: splits merge in fp32 in a fixed order. CPU
-    tensors run ``cache_reference``. Unchecked, a length on a GPU is cut to what the cache holds, and a page that does
-    not exist is read where it would be, or by ``decode_gluon_sm90`` as zeros.
+    Numerics: those of ``flash_attention``. Keys and values of fp8 are exact in the dtype of q; scales are applied in
+    fp32, but a value with a scale of its own is rounded to the dtype of q once more. Results are bitwise reproducible:
+    splits merge in fp32 in a fixed order. CPU tensors run ``cache_reference``. Unchecked, a length on a GPU is cut to
+    what the cache holds, and a page that does not exist is read where it would be, or by ``decode_gluon_sm90`` as
+    zeros.
     """
     refuse_context_parallel()
     call = describe_cache_call(
@@ -150,6 +160,7 @@ def flash_attention_with_kv_cache(
             "q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "cache_seqlens": cache_seqlens,
             "page_table": page_table, "cache_batch_idx": cache_batch_idx, "leftpad_k": leftpad_k,
             "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "sinks": sinks, "alibi": alibi, "bias": bias,
+            "k_scale": k_scale, "v_scale": v_scale,
         },
         CacheOptions(
             rotary_interleaved, causal, window, softcap, softmax_scale, num_splits, batch_invariant, return_lse, kernel
@@ -213,10 +224,14 @@ _TAIL = (
     "bool causal, SymInt window_left, SymInt window_right, float softcap, float? softmax_scale, SymInt num_splits, "
     "bool batch_invariant, str kernel"
 )
-_ATTEND = f"Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cache_seqlens, {_PLACES}, {_HEADS}, {_TAIL}"
+_ATTEND = (
+    f"Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cache_seqlens, {_PLACES}, {_HEADS}, "
+    f"Tensor? k_scale, Tensor? v_scale, {_TAIL}"
+)
 _APPEND = (
     "Tensor q, Tensor(a1!) k_cache, Tensor(a2!) v_cache, Tensor k, Tensor v, Tensor cache_seqlens, "
-    f"{_PLACES}, Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved, {_HEADS}, {_TAIL}"
+    f"{_PLACES}, Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved, {_HEADS}, "
+    f"Tensor(a3!)? k_scale, Tensor(a4!)? v_scale, {_TAIL}"
 )
 _ATTEND_NAMES, _APPEND_NAMES = ([part.split()[-1] for part in schema.split(", ")] for schema in (_ATTEND, _APPEND))
 
@@ -241,7 +256,7 @@ def _attention_with_kv_cache(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op(
     "flashmoe_science::attention_append_kv_cache",
-    mutates_args=("k_cache", "v_cache"),
+    mutates_args=("k_cache", "v_cache", "k_scale", "v_scale"),
     schema=f"({_APPEND}) -> (Tensor, Tensor)",
 )
 def _attention_append_kv_cache(*arguments: Any) -> tuple[Tensor, Tensor]:

@@ -39,6 +39,34 @@ def _rotate(
 
 
 @triton.jit
+def _round_to_e4m3(x):
+    """Return fp32 rounded to the nearest number of e4m3, ties to even, at most 448 in size; NaN stays NaN.
+
+    The conversion after it is exact, so the interpreter, whose own rounds otherwise, gives what a GPU does.
+    """
+    x = tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)  # 3 bits behind the 1
+    small = (x + 24576.0) - 24576.0  # below 2**-6 numbers lie 2**-9 apart
+    return tl.where(tl.abs(x) < 0.015625, small, tl.where(tl.abs(x) <= 448.0, rounded, x))
+
+
+@triton.jit
+def _quantise(x, scale_ptr, page, inside, h, fits, strides, BY_TOKEN: tl.constexpr):
+    """Return rows ``x`` [T, columns] in fp32 over their scale; by token it is 1/448 of the largest, and is stored."""
+    if BY_TOKEN:
+        largest = tl.max(tl.abs(x), 1)
+        scale = tl.where(largest == 0, 1.0, tl.div_rn(largest, 448.0))
+        at = page * strides.page + inside.to(tl.int64) * strides.row + h.to(tl.int64) * strides.h
+        tl.store(scale_ptr + at, scale, mask=fits)
+        x = tl.div_rn(x, scale[:, None] + tl.zeros_like(x))
+    elif scale_ptr is not None:
+        scale = tl.load(scale_ptr + h.to(tl.int64) * strides.h)
+        x = tl.div_rn(x, tl.zeros_like(x) + scale)
+    return _round_to_e4m3(x)
+
+
+@triton.jit
 def _append_kernel(
     k_new_ptr,  # [B, HK, Sn, D]
     v_new_ptr,  # [B, HK, Sn, DV]
@@ -49,8 +77,11 @@ def _append_kernel(
     q_out_ptr,  # [B, H, Sq, D] dense
     cos_ptr,  # [S, ROTARY_DIM / 2]
     sin_ptr,  # [S, ROTARY_DIM / 2]
+    k_scale_ptr,  # fp32, [PAGES, PAGE_SIZE, HK] by its strides: read, or with a scale of each token written; or None
+    v_scale_ptr,  # the same of values
     k_new_strides: NewStrides, v_new_strides: NewStrides,
     k_strides: PageStrides, v_strides: PageStrides,
+    k_scale_strides: PageStrides, v_scale_strides: PageStrides,
     q_strides: NewStrides,
     stride_cos,  # of the rotary tables
     stride_tb,  # of the page table
@@ -96,13 +127,18 @@ def _append_kernel(
                 x, x_ptrs, mask, place - leftpad, offs_d, cos_ptr, sin_ptr, stride_cos, sizes.seqlen_rotary,
                 CALL.ROTARY_DIM, CALL.INTERLEAVED,
             )  # fmt: skip
+        if CALL.FP8:
+            x = x.to(k_new_ptr.dtype.element_ty).to(tl.float32)
+            x = _quantise(x, k_scale_ptr, page, inside, h, fits, k_scale_strides, CALL.K_BY_TOKEN)
         rows = page * k_strides.page + inside.to(tl.int64) * k_strides.row + h.to(tl.int64) * k_strides.h
         tl.store(k_ptr + rows[:, None] + offs_d[None, :], x.to(k_ptr.dtype.element_ty), mask=mask)
         mask_v = fits[:, None] & (offs_dv[None, :] < CALL.DV)
         w_rows = head_offset(b, h, v_new_strides.b, v_new_strides.h) + token.to(tl.int64) * v_new_strides.m
         w = tl.load(v_new_ptr + w_rows[:, None] + offs_dv[None, :], mask=mask_v, other=0.0)
+        if CALL.FP8:
+            w = _quantise(w.to(tl.float32), v_scale_ptr, page, inside, h, fits, v_scale_strides, CALL.V_BY_TOKEN)
         rows = page * v_strides.page + inside.to(tl.int64) * v_strides.row + h.to(tl.int64) * v_strides.h
-        tl.store(v_ptr + rows[:, None] + offs_dv[None, :], w, mask=mask_v)
+        tl.store(v_ptr + rows[:, None] + offs_dv[None, :], w.to(v_ptr.dtype.element_ty), mask=mask_v)
     elif CALL.ROTARY_DIM > 0:
         hq = h - sizes.heads_kv
         present = token < sizes.seqlen_q

@@ -55,7 +55,7 @@ _NAMES = {
     "k_cache": "k_ptr", "v_cache": "v_ptr", "k": "k_new_ptr", "v": "v_new_ptr", "page_table": "page_table_ptr",
     "cache_seqlens": "seqlens_ptr", "leftpad_k": "leftpad_ptr", "cache_batch_idx": "batch_idx_ptr",
     "rotary_cos": "cos_ptr", "rotary_sin": "sin_ptr", "sinks": "sinks_ptr", "alibi": "alibi_ptr", "bias": "bias_ptr",
-    "q": "q_ptr",
+    "q": "q_ptr", "k_scale": "k_scale_ptr", "v_scale": "v_scale_ptr",
 }  # fmt: skip
 
 

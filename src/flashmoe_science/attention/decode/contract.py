@@ -28,6 +28,7 @@ from ..problem import LARGEST_SCALE, canonical_strides
 from .problem import CacheProblem
 
 _STRIDED = torch.strided
+FP8 = torch.float8_e4m3fn  # the one dtype of caches that is not that of q
 DETACHED = ("q", "k_cache", "v_cache", "k", "v")  # tensors that operators take the class of a subclass off
 
 
@@ -47,6 +48,8 @@ class NamedCacheOptions(TypedDict, total=False):
     sinks: Tensor | None
     alibi: Tensor | None
     bias: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
     softmax_scale: float | None
     num_splits: int
     batch_invariant: bool
@@ -200,6 +203,7 @@ def cache_problem_of(tensors: Mapping[str, Tensor], **options: Any) -> CacheProb
             hint="cache_batch_idx says which rows they have; page_table says so of pages",
         )
     _check_vectors(tensors, batch)
+    _check_scales(tensors)
     seqlen_new = _check_new(tensors, batch, heads_kv, head_dim, head_dim_v)
     rotary = _check_rotary(tensors, q, head_dim)
     alibi = tensors.get("alibi")
@@ -222,6 +226,11 @@ def cache_problem_of(tensors: Mapping[str, Tensor], **options: Any) -> CacheProb
         has_seqlens="cache_seqlens" in tensors,
         has_leftpad="leftpad_k" in tensors,
         has_batch_idx="cache_batch_idx" in tensors,
+        is_fp8=k_cache.dtype == FP8,
+        k_scale_strides=_scale_strides(tensors, "k"),
+        v_scale_strides=_scale_strides(tensors, "v"),
+        k_by_token="k_scale" in tensors and tensors["k_scale"].dim() == 3,
+        v_by_token="v_scale" in tensors and tensors["v_scale"].dim() == 3,
         shared_kv=shares_memory(k_cache, v_cache),
         causal=asked.causal,
         window=asked.window,
@@ -265,7 +274,8 @@ def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
         if tensor.device != q.device:
             raise InputError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
         check_memory(name, tensor)
-        if name != "bias" and tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        any_strides = name in ("bias", "k_scale", "v_scale")
+        if not any_strides and tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise InputError(
                 f"{name} must be contiguous along its last axis, got strides {list(tensor.stride())}",
                 hint=".contiguous() makes a copy that is",
@@ -274,6 +284,8 @@ def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
         if name in tensors and tensors[name].dim() != 4:
             letters = "pages or B, positions, HK, D" if "cache" in name else "B, H, S, D"
             raise InputError(f"{name} must have 4 dimensions [{letters}], got shape {list(tensors[name].shape)}")
+        if name in tensors and "cache" in name and tensors[name].dtype == FP8 and q.dtype in DTYPE_NAMES:
+            continue
         if name in tensors and (tensors[name].dtype not in DTYPE_NAMES or tensors[name].dtype != q.dtype):
             expected = (
                 f"the dtype of q, {q.dtype}"
@@ -303,6 +315,41 @@ def _check_vectors(tensors: Mapping[str, Tensor], batch: int) -> None:
             raise InputError("cache_batch_idx must be None with a page_table, got one: the table names the pages")
         if tensors["k_cache"].shape[1] == 0:
             raise InputError("k_cache must have pages of at least 1 position, got 0")
+
+
+def _check_scales(tensors: Mapping[str, Tensor]) -> None:
+    """Check the dtypes of the caches, and the scales of fp8 caches."""
+    k_cache, v_cache = tensors["k_cache"], tensors["v_cache"]
+    if v_cache.dtype != k_cache.dtype:
+        raise InputError(f"v_cache must have the dtype of k_cache, {k_cache.dtype}, got {v_cache.dtype}")
+    for side, cache in (("k", k_cache), ("v", v_cache)):
+        name = f"{side}_scale"
+        scale = tensors.get(name)
+        if scale is None:
+            continue
+        if cache.dtype != FP8:
+            raise InputError(f"{name} must be None unless caches are {FP8}, got one with {cache.dtype}")
+        if scale.dtype != torch.float32:
+            raise InputError(f"{name} must be float32, got {scale.dtype}")
+        shapes = (), (cache.shape[2],), tuple(cache.shape[:3])
+        if tuple(scale.shape) not in shapes:
+            expected = f"[], [HK] = {list(shapes[1])} or [B or pages, positions, HK] = {list(shapes[2])}"
+            raise InputError(f"{name} must have shape {expected}, got {list(scale.shape)}")
+        if scale.dim() == 3 and "k" in tensors and (_is_expanded(scale) or has_internal_overlap(scale)):
+            raise InputError(f"{name} must have memory for every key, as scales of k and v are written to it")
+    if "v_scale" in tensors and shares_memory(k_cache, v_cache):
+        raise InputError("v_scale must be None where values are columns of the keys, which k_scale is of, got one")
+
+
+def _scale_strides(tensors: Mapping[str, Tensor], side: str) -> tuple[int, ...]:
+    """Return strides of a scale along pages, positions and heads; 0 along axes that share one."""
+    scale = tensors.get(f"{side}_scale")
+    if scale is None:
+        return ()
+    shape = tensors[f"{side}_cache"].shape[:3]
+    return tuple(
+        stride if n > 1 else 0 for n, stride in zip(shape, (0,) * (3 - scale.dim()) + scale.stride(), strict=True)
+    )
 
 
 def _check_new(tensors: Mapping[str, Tensor], batch: int, heads_kv: int, head_dim: int, head_dim_v: int) -> int:

@@ -165,6 +165,7 @@ _INVARIANT_KEYS = 256
 _INVARIANT_SPLITS = (4, 64)
 # Prompt-sized queries fill the grid without splits, and their partial outputs would take more memory than the cache.
 _INVARIANT_ROW_TILES = 4
+_FP8_ARCH = 89  # the first with instructions that convert e4m3
 MERGE_WARPS = 4
 APPEND_WARPS = 4
 APPEND_TOKENS = 4  # of one program
@@ -305,6 +306,8 @@ def plan_with_kv_cache(problem: CacheProblem, gpu: GpuSpec | None, kernel: str =
         why = "Triton's interpreter runs it (TRITON_INTERPRET=1)"
         return _decode_plan(problem, "CPU", 0, 8, "decode_triton", config, why)
     refuse_architecture(gpu.arch)
+    if problem.is_fp8 and gpu.arch < _FP8_ARCH:
+        raise UnsupportedError(f"fp8 caches need sm_{_FP8_ARCH} or newer, got sm_{gpu.arch}")
     return _gpu_plan(problem, gpu, kernel)
 
 

@@ -31,6 +31,7 @@ def hopper_decode_refusal(problem: CacheProblem, gpu: GpuSpec) -> str | None:
         heads = f"{p.heads_kv} and {p.heads}"
         return f"it needs one K/V head and heads that divide {rows} or are a multiple of it, got {heads}"
     asked = {
+        "fp8 caches": p.is_fp8,
         "left padding": p.has_leftpad,
         "batch index": p.has_batch_idx,
         "sliding window": p.window[0] >= 0 or p.window[1] > 0,

@@ -13,7 +13,7 @@ from .append_triton import _append_kernel
 from .config import DecodeConfig
 from .gluon_sm90 import COLUMNS, KEYS, MORE, ROWS, _decode_sm90_kernel
 from .plan import APPEND_TOKENS, APPEND_WARPS, MERGE_WARPS, DecodePlan, KVSplits, MergeConfig
-from .problem import CacheProblem, alignment
+from .problem import CacheProblem, alignments
 from .split_kv_triton import _decode_kernel, _merge_splits_kernel
 
 
@@ -35,8 +35,22 @@ def pointer_names(kernel: PreparedKernel) -> tuple[str, ...]:
 
 def _inputs(problem: CacheProblem) -> dict[str, Argument]:
     """Return the pointers of q, k and v: they are aligned where the caller's tensors are."""
-    aligned = problem.pointer_alignment >= 16
-    return {f"{name}_ptr": Pointer(problem.dtype, name, aligned=aligned) for name in "qkv"}
+    aligned, kv = problem.pointer_alignment >= 16, "fp8e4nv" if problem.is_fp8 else problem.dtype
+    return {f"{name}_ptr": Pointer(problem.dtype if name == "q" else kv, name, aligned=aligned) for name in "qkv"}
+
+
+def _scales(problem: CacheProblem) -> dict[str, Argument]:
+    """Return the scales of keys and values; those of values that are columns of the keys are the keys' own."""
+    p = problem
+    found: dict[str, Argument] = {}
+    for name, strides, tensor in (
+        ("k_scale", p.k_scale_strides, "k_scale"),
+        ("v_scale", p.k_scale_strides if p.shared_kv else p.v_scale_strides, "k_scale" if p.shared_kv else "v_scale"),
+    ):
+        found[f"{name}_ptr"] = Pointer("fp32", tensor) if strides else None
+        for axis, stride in zip(("page", "row", "h"), strides or (None,) * 3, strict=True):
+            found[f"{name}_strides.{axis}"] = None if stride is None else Scalar("i64", stride)
+    return found
 
 
 def _outputs(problem: CacheProblem, *, split: bool) -> dict[str, Argument]:
@@ -133,9 +147,9 @@ def _decode(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
     p, config, shares = plan.problem, plan.config, plan.shares
     assert isinstance(config, DecodeConfig)
     assert isinstance(shares, KVSplits)
-    align, align_o = alignment(p), _output_alignment(p)
+    (align_q, align), align_o = alignments(p), _output_alignment(p)
     q, k, v, o, bias = _queries(p), p.k_strides, p.v_strides, p.output_strides, p.bias_strides
-    qb, qh, kp, kh, vp, vh = _units((*q[:2], k[0], k[2], v[0], v[2]), align)
+    (qb, qh), (kp, kh, vp, vh) = _units(q[:2], align_q), _units((k[0], k[2], v[0], v[2]), align)
     ob, oh = _units(o[:2], align_o)
     arguments: dict[str, Argument] = {
         **_inputs(p),
@@ -143,6 +157,7 @@ def _decode(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
         "sinks_ptr": Pointer(p.sinks, "sinks") if p.sinks else None,
         "alibi_ptr": Pointer(p.alibi, "alibi") if p.alibi else None,
         "bias_ptr": Pointer(p.bias, "bias") if p.bias else None,
+        **_scales(p),
         **_outputs(p, split=shares.most > 1),
         **_strides("q_strides", b=qb, h=qh),
         **_strides("k_strides", b=kp, h=kh),
@@ -172,8 +187,11 @@ def _decode(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
             DV=p.head_dim_v,
             BLOCK_D=block_dim(columns),
             BLOCK_DV=block_dim(p.head_dim_v),
+            ALIGN_Q=align_q,
             ALIGN=align,
             ALIGN_O=align_o,
+            K_BY_TOKEN=p.k_by_token,
+            V_BY_TOKEN=p.k_by_token if p.shared_kv else p.v_by_token,
             SHARED_KV=p.shared_kv,
             REST=rest,
             BLOCK_REST=block_dim(rest) if rest else 16,
@@ -291,6 +309,7 @@ def _append(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
         "q_out_ptr": Pointer(p.dtype, "q_out", aligned=True) if rotary else None,
         "cos_ptr": Pointer(p.rotary_dtype, "cos") if rotary else None,
         "sin_ptr": Pointer(p.rotary_dtype, "sin") if rotary else None,
+        **_scales(p),
         **_strides("k_new_strides", **dict(zip("bhm", p.new_k_strides[:3], strict=True))),
         **_strides("v_new_strides", **dict(zip("bhm", p.new_v_strides[:3], strict=True))),
         **_strides("k_strides", page=k[0], row=k[1], h=k[2]),
@@ -311,5 +330,8 @@ def _append(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
         ROTARY_DIM=p.rotary_dim,
         INTERLEAVED=p.rotary_interleaved,
         ADVANCE=p.rotary_advance,
+        FP8=p.is_fp8,
+        K_BY_TOKEN=p.k_by_token,
+        V_BY_TOKEN=p.v_by_token,
     )
     return _triton(_append_kernel, plan, grid, arguments, {"CALL": call}, APPEND_WARPS)

@@ -33,13 +33,19 @@ class CacheProblem:
     capacity: int  # the most keys of one sequence, with those appended
     head_dim: int
     head_dim_v: int
-    dtype: str  # "fp16", "bf16" or "fp32"
+    dtype: str  # of q: "fp16", "bf16" or "fp32"
     seqlen_new: int = 0  # keys that the call appends to each sequence
     page_size: int = 0  # 0: no page table
     pages: int = 0  # of the caches; left out: as many as the sequences need
     has_seqlens: bool = True  # lengths lie on the device; without, every sequence fills its cache
     has_leftpad: bool = False
     has_batch_idx: bool = False
+    is_fp8: bool = False  # keys and values in the caches are e4m3
+    # Strides of scales along pages, positions and heads, 0 along axes that share one; (): there are none.
+    k_scale_strides: tuple[int, ...] = ()
+    v_scale_strides: tuple[int, ...] = ()
+    k_by_token: bool = False  # each key has a scale of its own, and gets it where it is appended
+    v_by_token: bool = False
     shared_kv: bool = False  # values are the first DV columns of the keys, in the same memory (MLA)
     causal: bool = False
     # Row m sees keys from p - left to p + right, where p = m + length - Sq; -1: no bound.
@@ -162,8 +168,13 @@ class CacheProblem:
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one element of q, the caches and o."""
+        """Bytes of one element of q and o."""
         return ITEM_BYTES[self.dtype]
+
+    @property
+    def kv_item_bytes(self) -> int:
+        """Bytes of one element of the caches."""
+        return 1 if self.is_fp8 else self.item_bytes
 
     @property
     def packed_rows(self) -> int:
@@ -185,7 +196,7 @@ class CacheProblem:
     def kv_bytes(self) -> float:
         """Bytes of the keys and values that some row sees, where every sequence fills its cache."""
         columns = self.head_dim + (0 if self.shared_kv else self.head_dim_v)
-        return float(self.batch * self.seen_keys * self.heads_kv * columns * self.item_bytes)
+        return float(self.batch * self.seen_keys * self.heads_kv * columns * self.kv_item_bytes)
 
     @property
     def flops(self) -> float:
@@ -206,6 +217,7 @@ class CacheProblem:
         words = [f"b{self.batch}", heads, f"s{self.seqlen_q}_{self.capacity}", dim, self.dtype]
         words += [f"new{self.seqlen_new}"] if self.seqlen_new else []
         words += [f"page{self.page_size}"] if self.page_size else []
+        words += ["fp8" + ("token" if self.k_by_token else "")] if self.is_fp8 else []
         words += ["shared"] if self.shared_kv else []
         words += ["causal"] if self.causal and self.seqlen_q > 1 else []
         if self.window[0] >= 0 or (self.window[1] >= 0 and not self.causal):
@@ -219,10 +231,19 @@ def _dense(heads: int, seqlen: int, columns: int) -> Strides:
     return heads * seqlen * columns, seqlen * columns, columns, 1
 
 
-def alignment(problem: CacheProblem) -> int:
-    """Return the largest power of two, up to 16 bytes, of which every row of q and the caches is a multiple."""
-    bytes_ = problem.pointer_alignment
-    for strides in (problem.q_strides, problem.k_strides, problem.v_strides):
-        for stride in strides[:3]:
-            bytes_ = math.gcd(bytes_, stride * problem.item_bytes)
-    return max(1, bytes_ // problem.item_bytes)
+def alignments(problem: CacheProblem) -> tuple[int, int]:
+    """Return the largest powers of two, in elements, of which every row of q, and of the caches, is a multiple.
+
+    At most 16 bytes. Where q and the caches have one dtype, both are that of all.
+    """
+    p = problem
+    q = _alignment(p.pointer_alignment, (p.q_strides,), p.item_bytes)
+    kv = _alignment(p.pointer_alignment, (p.k_strides, p.v_strides), p.kv_item_bytes)
+    return (q, kv) if p.is_fp8 else (min(q, kv), min(q, kv))
+
+
+def _alignment(pointer_bytes: int, strides: tuple[Strides, ...], item_bytes: int) -> int:
+    bytes_ = pointer_bytes
+    for stride in (stride for each in strides for stride in each[:3]):
+        bytes_ = math.gcd(bytes_, stride * item_bytes)
+    return max(1, bytes_ // item_bytes)

@@ -2,7 +2,7 @@
 
     length[b]   = cache_seqlens[b] + Sn
     K[b, n]     = k_cache[page_table[b, n // page_size], n % page_size], with position n = cache_seqlens[b] + i
-                  holding k[b, :, i] (rotated) from this call on
+                  holding k[b, :, i] (rotated) from this call on; of an fp8 cache times its scale
     p[m]        = m + length[b] - Sq
     visible     : leftpad_k[b] <= n < length[b]  and  p[m] - left <= n <= p[m] + right
     s[m, n]     = softcap(softmax_scale * q[m] . K[n]) - slope * |p[m] - n| + bias[m, n]
@@ -21,6 +21,8 @@ from torch import Tensor
 
 from ...gpu.ambient import without_autocast
 from .problem import CacheProblem
+
+_LARGEST_E4M3 = 448.0
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interleaved: bool) -> Tensor:
@@ -48,7 +50,7 @@ def append(problem: CacheProblem, tensors: Mapping[str, Tensor]) -> Tensor:
     if k is None or v is None:
         return q
     is_inference = torch.is_inference_mode_enabled() or any(
-        tensors[name].is_inference() for name in ("k_cache", "v_cache")
+        tensors[name].is_inference() for name in ("k_cache", "v_cache", "k_scale", "v_scale") if name in tensors
     )
     with torch.inference_mode(is_inference), torch.no_grad():  # inference mode off turns gradients on
         return _write(problem, tensors, q, k, v)
@@ -67,9 +69,24 @@ def _write(problem: CacheProblem, tensors: Mapping[str, Tensor], q: Tensor, k: T
             queries[b] = rotate(q[b], cos, sin, before + steps, interleaved=problem.rotary_interleaved)
         for i, place in places:
             page, inside = locate(problem, tensors, b, place)
-            tensors["k_cache"][page, inside] = new[:, i]
-            tensors["v_cache"][page, inside] = v[b, :, i]
+            _store(tensors, "k", new[:, i], page, inside, by_token=problem.k_by_token)
+            _store(tensors, "v", v[b, :, i], page, inside, by_token=problem.v_by_token)
     return queries
+
+
+def _store(tensors: Mapping[str, Tensor], side: str, rows: Tensor, page: int, inside: int, *, by_token: bool) -> None:
+    """Write ``rows`` ``[HK, columns]`` to a place; quantise them if the cache is fp8, and write their scales."""
+    cache, scale = tensors[f"{side}_cache"], tensors.get(f"{side}_scale")
+    if cache.dtype == torch.float8_e4m3fn:
+        wide = rows.float()
+        if scale is not None and by_token:
+            largest = wide.abs().amax(-1)
+            scale[page, inside] = torch.where(largest == 0, 1.0, largest / _LARGEST_E4M3)
+            scale = scale[page, inside]
+        if scale is not None:
+            wide = wide / (scale if scale.dim() == 0 else scale[:, None])
+        rows = wide.clamp(-_LARGEST_E4M3, _LARGEST_E4M3).to(torch.float8_e4m3fn)
+    cache[page, inside] = rows
 
 
 def locate(problem: CacheProblem, tensors: Mapping[str, Tensor], b: int, position: int) -> tuple[int, int]:
@@ -82,18 +99,29 @@ def locate(problem: CacheProblem, tensors: Mapping[str, Tensor], b: int, positio
 
 
 def _gather(
-    problem: CacheProblem, tensors: Mapping[str, Tensor], b: int, first: int, end: int
+    problem: CacheProblem, tensors: Mapping[str, Tensor], b: int, first: int, end: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return keys and values [first, end) of sequence ``b`` as ``[HK, S, D]``; nothing else is read."""
+    """Return keys and values [first, end) of sequence ``b`` as ``[HK, S, D]`` in ``dtype``; nothing else is read."""
     positions = torch.arange(first, end, device=tensors["q"].device)
-    caches = tensors["k_cache"], tensors["v_cache"]
-    if problem.page_size:
+
+    def rows_of(tensor: Tensor) -> Tensor:
+        if not problem.page_size:
+            return tensor[locate(problem, tensors, b, 0)[0], first:end]
         pages = tensors["page_table"][b, positions // problem.page_size].long()
-        k, v = (cache[pages, positions % problem.page_size] for cache in caches)
-    else:
-        row = locate(problem, tensors, b, 0)[0]
-        k, v = (cache[row, first:end] for cache in caches)
-    return k.transpose(0, 1), v.transpose(0, 1)
+        return tensor[pages, positions % problem.page_size]
+
+    found = []
+    for side, by_token in (("k", problem.k_by_token), ("v", problem.v_by_token)):
+        cache, shared = tensors[f"{side}_cache"], side == "v" and problem.shared_kv
+        scale = tensors.get("k_scale" if shared else f"{side}_scale")
+        rows = rows_of(cache.view(torch.uint8)).view(cache.dtype) if problem.is_fp8 else rows_of(cache)
+        rows = rows.to(dtype).transpose(0, 1)
+        if scale is not None and (problem.k_by_token if shared else by_token):
+            rows = rows * rows_of(scale).to(dtype).transpose(0, 1)[..., None]
+        elif scale is not None:
+            rows = rows * (scale if scale.dim() == 0 else scale[:, None, None]).to(dtype)
+        found.append(rows)
+    return found[0], found[1]
 
 
 @without_autocast
@@ -124,8 +152,8 @@ def attention_with_kv_cache(
         first = min(max(0, padding[b]), end)
         if p.window[0] >= 0:  # what no row's window reaches is not read: its pages may be gone
             first = min(max(first, end - p.seqlen_q - p.window[0]), end)
-        k, v = _gather(p, tensors, b, first, end)
-        scores = _scores(p, tensors, b, q[b].to(dtype), k.to(dtype), first, end)  # [H, Sq, S]
+        k, v = _gather(p, tensors, b, first, end, dtype)
+        scores = _scores(p, tensors, b, q[b].to(dtype), k, first, end)  # [H, Sq, S]
         top = scores.amax(-1) if end > first else torch.full_like(lse[b], -torch.inf)
         top = top if sinks is None else torch.maximum(top, sinks)
         top = torch.where(top == -torch.inf, 0.0, top)
@@ -134,7 +162,7 @@ def attention_with_kv_cache(
         total = weights.sum(-1) if sinks is None else weights.sum(-1) + torch.exp(sinks - top)
         lse[b] = top + total.log()
         weights = weights / torch.where(total == 0, 1.0, total)[..., None]
-        o[b] = _by_kv_head(p, weights, v.to(dtype))
+        o[b] = _by_kv_head(p, weights, v)
     return o, lse
 
 

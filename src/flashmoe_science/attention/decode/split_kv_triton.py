@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..kernel_arguments import BiasStrides, CachePointers, CacheSizes, KVSplits, Strides, Window
+from ..kernel_arguments import BiasStrides, CachePointers, CacheSizes, KVSplits, PageStrides, Strides, Window
 from ..primitives import cap_scores, head_offset, load_rows
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -138,23 +138,28 @@ def _prefetch(base, start_n, offs_n, end, STRIDE_N: tl.constexpr, BLOCK_COLS: tl
 @triton.jit
 def _attend(
     acc, l, m, q, q_rest, k_ptrs, rest_ptrs, v_ptrs, cols, mask_n, offs_d, offs_rest, offs_dv, position, window,
-    scale, softcap, slope, bias_rows, bias_strides, CALL: tl.constexpr,
+    scale, k_scales, v_scales, softcap, slope, bias_rows, bias_strides, CALL: tl.constexpr,
 ):  # fmt: skip
-    """Add one tile of keys, those of ``mask_n``, to output, sum and maximum: a step of the online softmax."""
+    """Add one tile of keys, those of ``mask_n``, to output, sum and maximum: a step of the online softmax.
+
+    Keys and values of 8 bits are exact in the dtype of q. A scale of each key is a factor on its scores in fp32.
+    """
     mask_k, mask_v = mask_n[:, None], mask_n[:, None]
     if CALL.D != CALL.BLOCK_D:
         mask_k = mask_k & (offs_d[None, :] < CALL.D)
     if CALL.DV != CALL.BLOCK_DV:
         mask_v = mask_v & (offs_dv[None, :] < CALL.DV)
-    k = tl.load(k_ptrs, mask=mask_k, other=0.0)  # [BLOCK_N, BLOCK_D]
+    k = tl.load(k_ptrs, mask=mask_k, other=0.0).to(q.dtype)  # [BLOCK_N, BLOCK_D]
     s = tl.dot(q, tl.trans(k), input_precision=CALL.PRECISION)  # [BLOCK_M, BLOCK_N]
     if CALL.REST > 0:
         mask_rest = mask_n[:, None]
         if CALL.REST != CALL.BLOCK_REST:
             mask_rest = mask_rest & (offs_rest[None, :] < CALL.REST)
-        rest = tl.load(rest_ptrs, mask=mask_rest, other=0.0)  # [BLOCK_N, BLOCK_REST]
+        rest = tl.load(rest_ptrs, mask=mask_rest, other=0.0).to(q.dtype)  # [BLOCK_N, BLOCK_REST]
         s = tl.dot(q_rest, tl.trans(rest), s, input_precision=CALL.PRECISION)
     s *= scale
+    if CALL.K_BY_TOKEN:
+        s *= k_scales[None, :]
     if softcap is not None:
         s = cap_scores(s, softcap, CALL.PRECISION == "ieee")
     if slope is not None:
@@ -181,7 +186,9 @@ def _attend(
     if CALL.SHARED_KV:
         v = k
     else:
-        v = tl.load(v_ptrs, mask=mask_v, other=0.0)  # [BLOCK_N, BLOCK_DV]
+        v = tl.load(v_ptrs, mask=mask_v, other=0.0).to(q.dtype)  # [BLOCK_N, BLOCK_DV]
+    if CALL.V_BY_TOKEN:
+        v = (v.to(tl.float32) * v_scales[:, None]).to(q.dtype)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=CALL.PRECISION)
     return acc, l, m_new
 
@@ -223,6 +230,25 @@ def _load_pages(table, start_n, offs_n, first, end, PAGE_SIZE: tl.constexpr, BLO
 
 
 @triton.jit
+def _scales_of(scale_ptr, h, page, strides, PAGE_SIZE: tl.constexpr):
+    """Return where the scales of head ``h`` begin; without a page table, those of the sequence's page."""
+    base = scale_ptr + h.to(tl.int64) * strides.h
+    if PAGE_SIZE == 0:
+        base += page.to(tl.int64) * strides.page
+    return base
+
+
+@triton.jit
+def _load_scales(base, page, cols, mask_n, strides, PAGE_SIZE: tl.constexpr):
+    """Return a scale for each key of a tile, whose pages are ``page``."""
+    if PAGE_SIZE == 0:
+        at = cols.to(tl.int64) * strides.row
+    else:
+        at = page.to(tl.int64) * strides.page + (cols % PAGE_SIZE).to(tl.int64) * strides.row
+    return tl.load(base + at, mask=mask_n, other=1.0)
+
+
+@triton.jit
 def _store_rows(
     acc, l, m, sinks_ptr, o_ptr, lse_ptr, b, token, head, offs_dv, mask_m, mask_o, seqlen_q, heads, o_strides,
     CALL: tl.constexpr,
@@ -252,11 +278,15 @@ def _decode_kernel(
     sinks_ptr,  # [H], or None
     alibi_ptr,  # [H] or [B, H], or None
     bias_ptr,  # [B, H, Sq, capacity], or None
+    k_scale_ptr,  # fp32 by which keys of 8 bits are multiplied, [PAGES, PAGE_SIZE, HK] by its strides, or None
+    v_scale_ptr,  # the same of values; where they are columns of the keys that of the keys
     o_ptr,  # [B, H, Sq, DV]
     lse_ptr,  # [B, H, Sq] fp32, natural log
     o_part_ptr,  # [SPLITS, HK, Sq * GROUP, DV] fp32, of each split before its sum divides it; unused without SPLIT
     sums_part_ptr,  # [SPLITS, HK, Sq * GROUP, 2] fp32: the largest score of a row in units of log2(e), and its sum
-    q_strides: Strides, k_strides: Strides, v_strides: Strides,  # in units of ALIGN elements
+    q_strides: Strides,  # in units of ALIGN_Q elements
+    k_strides: Strides, v_strides: Strides,  # in units of ALIGN elements
+    k_scale_strides: PageStrides, v_scale_strides: PageStrides,  # elements; 0 along axes that share a scale
     o_strides: Strides,  # in units of ALIGN_O elements
     stride_tb,  # of the page table
     bias_strides: BiasStrides,  # elements
@@ -305,7 +335,7 @@ def _decode_kernel(
     if DEPENDENT_LAUNCH and TILE.PREFETCH:
         gdc_wait()
         gdc_launch_dependents()
-    q_rows = q_ptr + (b.to(tl.int64) * q_strides.b + head.to(tl.int64) * q_strides.h) * CALL.ALIGN
+    q_rows = q_ptr + (b.to(tl.int64) * q_strides.b + head.to(tl.int64) * q_strides.h) * CALL.ALIGN_Q
     q_rows += token.to(tl.int64) * q_strides.ROW
     # Asked for before it is known whether there is a split: the length may still be on its way.
     q_ptrs = q_rows[:, None] + offs_d[None, :]
@@ -348,6 +378,13 @@ def _decode_kernel(
     )  # fmt: skip
     k_base, v_base, table = _cache_of(k_ptr, v_ptr, cache, b, h, k_strides, v_strides, stride_tb, CALL.ALIGN)
 
+    k_scale_base, v_scale_base = k_base, v_base
+    if k_scale_ptr is not None:
+        k_scale_base = _scales_of(k_scale_ptr, h, table, k_scale_strides, CALL.PAGE_SIZE)
+        if not CALL.K_BY_TOKEN:
+            scale *= tl.load(k_scale_base)
+    if v_scale_ptr is not None:
+        v_scale_base = _scales_of(v_scale_ptr, h, table, v_scale_strides, CALL.PAGE_SIZE)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
@@ -365,13 +402,20 @@ def _decode_kernel(
             rest_ptrs = _tile_pointers(
                 k_base + CALL.DV, page, cols, start_n, offs_n, offs_rest, k_strides, CALL, TILE.BLOCK_N
             )
+        k_scales, v_scales = scale, scale  # not read, where a key has none of its own
+        if CALL.K_BY_TOKEN:
+            k_scales = _load_scales(k_scale_base, page, cols, mask_n, k_scale_strides, CALL.PAGE_SIZE)
+        if CALL.V_BY_TOKEN:
+            v_scales = _load_scales(v_scale_base, page, cols, mask_n, v_scale_strides, CALL.PAGE_SIZE)
         if CALL.PAGE_SIZE > 0:
             page = _load_pages(table, start_n + TILE.BLOCK_N, offs_n, first, end, CALL.PAGE_SIZE, TILE.BLOCK_N)
         acc, l, m = _attend(
             acc, l, m, q, q_rest, k_ptrs, rest_ptrs, v_ptrs, cols, mask_n, offs_d, offs_rest, offs_dv, position, window,
-            scale, softcap, slope, bias_rows, bias_strides, CALL,
+            scale, k_scales, v_scales, softcap, slope, bias_rows, bias_strides, CALL,
         )  # fmt: skip
 
+    if v_scale_ptr is not None and not CALL.V_BY_TOKEN:
+        acc *= tl.load(v_scale_base)
     mask_o = mask_m[:, None]
     if CALL.DV != CALL.BLOCK_DV:
         mask_o = mask_o & (offs_dv[None, :] < CALL.DV)

@@ -33,7 +33,25 @@ from .base import (
 _SEPARATE = "it is called with keys and values in memory of their own"
 
 
+_ONLY_WIDE_CACHES = "it is called for caches in the dtype of the queries"
+
+
+def in_dtype_of_q(problem: CacheProblem, inputs: Inputs) -> Inputs:
+    """Return the inputs of a call with fp8 caches with caches in the dtype of q, times their scales."""
+    if not problem.is_fp8:
+        return inputs
+    found = {name: tensor for name, tensor in inputs.items() if not name.endswith("_scale")}
+    for side in "kv":
+        if f"{side}_scale" in inputs:
+            scale = inputs[f"{side}_scale"]
+            wide = inputs[f"{side}_cache"].float() * (scale[..., None] if scale.dim() else scale)
+            found[f"{side}_cache"] = wide.to(inputs["q"].dtype)
+    return found
+
+
 def _refuse_pages(problem: CacheProblem) -> str | None:
+    if problem.is_fp8:
+        return _ONLY_WIDE_CACHES
     if problem.page_size:
         return "it knows no page table"
     if problem.causal and problem.seqlen_q > 1:
@@ -111,6 +129,8 @@ class Flex(Baseline):
 
     def refusal(self, problem: CacheProblem) -> str | None:
         """It is called without a mask, over contiguous caches."""
+        if problem.is_fp8:
+            return _ONLY_WIDE_CACHES
         if problem.shared_kv:
             return _SEPARATE
         return "it is called without a mask" if problem.causal and problem.seqlen_q > 1 else _refuse_pages(problem)
@@ -165,6 +185,8 @@ class FlashAttention(FlashAttentionBaseline):
         """16-bit types; pages of flash-attn 2 hold multiples of 256."""
         if found := super().refusal(problem):
             return found
+        if problem.is_fp8:
+            return _ONLY_WIDE_CACHES
         if problem.shared_kv and self.distribution == "flash-attn":
             return _SEPARATE
         if problem.shared_kv and (problem.head_dim, problem.head_dim_v) != (576, 512):
@@ -203,10 +225,11 @@ class FlashInfer(Baseline):
             last = torch.full((p.batch,), size, dtype=torch.int32, device=device)
             wrapper.plan(
                 starts, table.view(-1), last, p.heads, p.heads_kv, p.head_dim, size,
-                q_data_type=inputs["q"].dtype, kv_data_type=inputs["q"].dtype, sm_scale=p.scale,
+                q_data_type=inputs["q"].dtype, kv_data_type=inputs["k_cache"].dtype, sm_scale=p.scale,
             )  # fmt: skip
             q = inputs["q"][:, :, 0]
-            return lambda: wrapper.run(q, caches)[:, :, None]
+            scales = {name: inputs[name].item() for name in ("k_scale", "v_scale") if name in inputs}
+            return lambda: wrapper.run(q, caches, **scales)[:, :, None]
 
         return Bound(bind)
 
@@ -216,12 +239,38 @@ class FlashInfer(Baseline):
             return "it is called for one query a sequence"
         if problem.shared_kv or problem.head_dim != problem.head_dim_v:
             return "it is called for equal widths"
+        if problem.k_by_token:
+            return "it is called with one scale for all keys, and one for all values"
         return ONLY_16_BIT if problem.dtype == "fp32" else None
 
 
 def _largest_page(capacity: int) -> int:
     """Return the largest power of two, up to 64, that divides the positions of a contiguous cache."""
     return min(64, capacity & -capacity)
+
+
+class WideCaches(Baseline):
+    """Our own call over caches in the dtype of q, made of the fp8 caches outside the timing."""
+
+    name = "wide-cache"
+    kernels = ("_decode_kernel", "_decode_sm90_kernel", "_merge_splits_kernel")
+
+    def load(self) -> Callable[..., Any]:
+        """Import the function."""
+        from ...attention.decode.api import flash_attention_with_kv_cache
+
+        def bind(problem: CacheProblem, inputs: Inputs) -> Call:
+            given = in_dtype_of_q(problem, inputs)
+            options: dict[str, Any] = {name: given[name] for name in ("page_table", "cache_seqlens") if name in given}
+            options.update(causal=problem.causal, softmax_scale=problem.softmax_scale)
+            caches = given["k_cache"], values_of(problem, given)
+            return functools.partial(flash_attention_with_kv_cache, given["q"], *caches, **options)
+
+        return Bound(bind)
+
+    def refusal(self, problem: CacheProblem) -> str | None:
+        """For fp8 caches."""
+        return None if problem.is_fp8 else "the caches are in the dtype of the queries already"
 
 
 class MemoryCopy(Baseline):
@@ -247,5 +296,6 @@ BASELINES = by_name(
     FlashAttention(*FA2),
     FlashAttention(*FA3),
     FlashInfer(),
+    WideCaches(),
     MemoryCopy(),
 )
