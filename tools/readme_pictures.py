@@ -198,7 +198,7 @@ def draw_terminal(record: Record, verdicts: Sequence[Verdict], colours: Colours)
         )  # fmt: skip
         console.print(*(gate_lines(gate) for gate in record.gates), "", case_table(record), "", sep="\n")
         for verdict in verdicts:
-            console.print(verdict_lines(verdict, why=False, one_line=False, said=set()))
+            console.print(verdict_lines(verdict))
     theme = TerminalTheme(_rgb(colours.page), _rgb(colours.text), [_rgb(one) for one in colours.terminal.split()])
     code = _TERMINAL.replace("PAGE", colours.page)
     return console.export_svg(theme=theme, code_format=code, unique_id="verdict")

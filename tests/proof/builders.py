@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta, timezone
-from typing import Literal
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +30,6 @@ from flashmoe_science.proof.records.evidence import (
     GateStatus,
     Gpu,
     Launch,
-    Rates,
     Record,
     Rounds,
     Settings,
@@ -38,6 +37,7 @@ from flashmoe_science.proof.records.evidence import (
     SubjectInfo,
     TimeKind,
     Work,
+    rates_of,
 )
 
 H200 = Gpu(name="NVIDIA H200", arch=90, sms=132, l2_bytes=50 << 20, memory_bytes=141 << 30, max_sm_clock_mhz=1980)
@@ -66,38 +66,26 @@ def build_gates(failed: GateName | None = None, *, not_possible: Sequence[GateNa
     return gates
 
 
-def build_rounds(
-    true_seconds: Mapping[str, float],
-    times: Sequence[TimeKind],
-    rng: np.random.Generator,
-    *,
-    processes: int,
-    rounds: int,
-    spread: float,
-    process_spread: float,
-    case: str = "case0",
-    seed: int = 0,
+def _draw(
+    true_seconds: Mapping[str, float], times: Sequence[TimeKind], rng: np.random.Generator, case: str, **model: Any
 ) -> Rounds:
     """Draw ``processes * rounds`` rounds of the arms whose true seconds are given."""
-    arms = list(true_seconds)
+    arms, processes, rounds = list(true_seconds), model["processes"], model["rounds"]
     process = [p for p in range(processes) for _ in range(rounds)]
     n = len(process)
     seconds: dict[TimeKind, dict[str, list[float]]] = {}
     for kind in times:
         seconds[kind] = {}
         for arm in arms:
-            offsets = rng.normal(0.0, process_spread / math.sqrt(2), processes)
-            noise = rng.normal(0.0, spread / math.sqrt(2), n)
+            offsets = rng.normal(0.0, model.get("process_spread", 0.0) / math.sqrt(2), processes)
+            noise = rng.normal(0.0, model.get("spread", 0.01) / math.sqrt(2), n)
             seconds[kind][arm] = (true_seconds[arm] * np.exp(offsets[process] + noise)).tolist()
     for _ in range(n):
         rng.permutation(len(arms))  # not used: it keeps the noise of the cases that follow as tests know it
+    seeds = [rounds_seed(model["seed"], case, p, times, method=1) for p in range(processes)]
     return Rounds(
         process=process,
-        order=[
-            order
-            for p in range(processes)
-            for order in balanced_orders(arms, rounds, seed=rounds_seed(seed, case, p, times, method=1))
-        ],
+        order=[order for seed in seeds for order in balanced_orders(arms, rounds, seed=seed)],
         sm_clock_mhz=[1980] * n,
         power_w=[400.0] * n,
         temperature_c=[50] * n,
@@ -113,18 +101,13 @@ def build_case(
     subject: str = "flash_attention",
     speedup: float = 2.0,
     baselines: Mapping[str, float] | None = None,
-    spread: float = 0.01,
-    process_spread: float = 0.0,
-    control_bias: float = 0.0,
-    processes: int = 3,
-    rounds: int = 10,
     times: Sequence[TimeKind] = ("kernel", "graph", "wall"),
     baseline_seconds: float = 20e-6,
-    seqlen: int = 512,
-    seed: int = 0,
+    control_bias: float = 0.0,
     l2_bytes: int = H200.l2_bytes,
+    **model: Any,
 ) -> CaseRecord:
-    """Return one case.
+    """Return one case: 1 sequence of 512 positions, 16 heads of size 64 in fp16.
 
     Args:
         name: Name of the case.
@@ -132,78 +115,48 @@ def build_case(
         subject: Name of the subject.
         speedup: True time of the first baseline divided by the subject's.
         baselines: Names, each with its true time as a multiple of ``baseline_seconds``. Default: sdpa, 1.
-        spread: Standard deviation of one paired log-ratio within a process.
-        process_spread: Standard deviation of a process's own offset in a paired log-ratio.
-        control_bias: True log-ratio of the control's time to the first baseline's.
-        processes: Worker processes.
-        rounds: Rounds in each.
         times: Kinds of time; kernel time gets rounds of its own, as in a real run.
         baseline_seconds: True time of a baseline whose multiple is 1.
-        seqlen: Positions; with 1 sequence, 16 heads of size 64 in fp16 this gives the work of the case.
-        seed: The run's, of which the orders of arms follow.
+        control_bias: True log-ratio of the control's time to the first baseline's.
         l2_bytes: The card's L2, of which the number of input sets follows.
+        model: ``processes``, ``rounds`` in each and the run's ``seed``; ``spread``, the standard deviation of one
+            paired log-ratio within a process, by default 0.01, and ``process_spread``, that of a process's own offset.
     """
+    model = {"processes": 3, "rounds": 10, "seed": 0, **model}
     baselines = {"sdpa": 1.0} if baselines is None else baselines
     first = next(iter(baselines))
     true_seconds = {name_: baseline_seconds * multiple for name_, multiple in baselines.items()}
     true_seconds[subject] = true_seconds[first] / speedup
     true_seconds[f"{first}#2"] = true_seconds[first] * math.exp(control_bias)
-
-    modes: list[list[TimeKind]] = [["kernel"], ["graph", "wall"]]  # kernel time has processes of its own
-    drawn = [
-        build_rounds(
-            true_seconds,
-            [kind for kind in mode if kind in times],
-            rng,
-            processes=processes,
-            rounds=rounds,
-            spread=spread,
-            process_spread=process_spread,
-            case=name,
-            seed=seed,
-        )
-        for mode in modes
-        if set(mode) & set(times)
-    ]
-    tensor_bytes = 16 * seqlen * 64 * 2
-    work = Work(flops=4.0 * 16 * seqlen * seqlen * 64, bytes=4.0 * tensor_bytes, tokens=seqlen)
-    return CaseRecord(
+    together: list[list[TimeKind]] = [["kernel"], ["graph", "wall"]]
+    modes = [[kind for kind in mode if kind in times] for mode in together]
+    tensor_bytes = 16 * 512 * 64 * 2
+    roles = {subject: "subject", f"{first}#2": "control"}
+    case = CaseRecord(
         name=name,
-        problem={"batch": 1, "heads": 16, "seqlen_q": seqlen, "head_dim": 64, "dtype": "fp16", "causal": False},
+        problem={"batch": 1, "heads": 16, "seqlen_q": 512, "head_dim": 64, "dtype": "fp16", "causal": False},
         origin="made up",
-        work=work,
+        work=Work(flops=4.0 * 16 * 512 * 512 * 64, bytes=4.0 * tensor_bytes, tokens=512),
         correct=True,
         input_sets=known_set_counts(3 * tensor_bytes, l2_bytes, method=1)[0],
         input_set_bytes=3 * tensor_bytes,
-        arms=[_arm(arm, subject, first, work, drawn) for arm in true_seconds],
-        rounds=drawn,
+        rounds=[_draw(true_seconds, mode, rng, name, **model) for mode in modes if mode],
     )
-
-
-def _arm(name: str, subject: str, first_baseline: str, work: Work, drawn: Sequence[Rounds]) -> Arm:
-    """Return one arm with the rates that follow from its samples."""
-    rates = {}
-    for rounds in drawn:
-        for kind, arms in rounds.seconds.items():
-            seconds = float(np.median(arms[name]))
-            rates[kind] = Rates(
-                seconds=seconds,
-                tokens_per_second=work.tokens / seconds,
-                tflops=work.flops / seconds * 1e-12,
-                tbytes_per_second=work.bytes / seconds * 1e-12,
-            )
-    roles: dict[str, Literal["subject", "control"]] = {subject: "subject", f"{first_baseline}#2": "control"}
-    return Arm(
-        name=name,
-        role=roles.get(name, "baseline"),
-        status="measured" if drawn else "not measured",
-        reason="" if drawn else "no GPU",
-        version="0.0",
-        launches=[_PLAIN_KERNEL],
-        accuracy=Accuracy(max_error=1e-4, budget=1e-3, low_precision_error=5e-4, deterministic=True),
-        peak_bytes=1 << 20,
-        rates=rates,
-    )
+    arms = [
+        Arm.model_validate({
+            "name": arm,
+            "role": roles.get(arm, "baseline"),
+            "status": "measured" if case.rounds else "not measured",
+            "reason": "" if case.rounds else "no GPU",
+            "version": "0.0",
+            "launches": [_PLAIN_KERNEL],
+            "accuracy": Accuracy(max_error=1e-4, budget=1e-3, low_precision_error=5e-4, deterministic=True),
+            "peak_bytes": 1 << 20,
+            "rates": rates_of(case, arm),
+        })
+        for arm in true_seconds
+    ]  # fmt: skip
+    return case.model_copy(update={"arms": arms})
 
 
 def build_record(
@@ -212,13 +165,9 @@ def build_record(
     subject: str = "flash_attention",
     suite: str = "seed",
     baselines: Mapping[str, float] | None = None,
-    spread: float = 0.01,
-    process_spread: float = 0.0,
-    control_bias: float = 0.0,
     processes: int = 3,
     rounds: int = 10,
     times: Sequence[TimeKind] = ("kernel", "graph", "wall"),
-    baseline_seconds: float = 20e-6,
     gpu: Gpu | None = H200,
     gates: Sequence[Gate] | None = None,
     complete: bool = True,
@@ -226,6 +175,7 @@ def build_record(
     day: int = 0,
     seed: int = 0,
     names: Sequence[str] = (),
+    **model: float,
 ) -> Record:
     """Return a valid record with one case for each of ``speedups``; a later ``day`` is a newer record.
 
@@ -237,22 +187,14 @@ def build_record(
     # Two runs never take the same samples.
     rng = np.random.default_rng(seed if usual else [seed, day, *f"{subject} {gpu.name if gpu else ''}".encode()])
     baselines = {"sdpa": 1.0} if baselines is None else baselines
+    about: dict[str, Any] = {"subject": subject, "baselines": baselines, "processes": processes, "rounds": rounds}
+    about |= {"times": times if gpu else (), "seed": seed, "l2_bytes": (gpu or H200).l2_bytes, **model}
     cases = [
         build_case(
             names[number] if names else f"case{number}",
             rng,
-            subject=subject,
             speedup=speedup,
-            baselines=baselines,
-            spread=spread,
-            process_spread=process_spread,
-            control_bias=control_bias,
-            processes=processes,
-            rounds=rounds,
-            times=times if gpu else (),
-            baseline_seconds=baseline_seconds,
-            seed=seed,
-            l2_bytes=(gpu or H200).l2_bytes,
+            **about,
         )
         for number, speedup in enumerate(speedups)
     ]
@@ -286,3 +228,16 @@ def build_record(
         gates=list(gates) if gates is not None else build_gates(not_possible=timing_gates),
         cases=cases,
     )
+
+
+def with_case(record: Record, number: int, **changes: Any) -> Record:
+    """Return ``record`` with one case changed."""
+    cases = list(record.cases)
+    cases[number] = cases[number].model_copy(update=changes)
+    return record.model_copy(update={"cases": cases})
+
+
+def with_arm(record: Record, number: int, name: str, **changes: Any) -> Record:
+    """Return ``record`` with one arm of one case changed."""
+    arms = [arm.model_copy(update=changes) if arm.name == name else arm for arm in record.cases[number].arms]
+    return with_case(record, number, arms=arms)

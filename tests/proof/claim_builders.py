@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import tomlkit
 
-from flashmoe_science.proof.judge.claim_text import claim_sentence
-from flashmoe_science.proof.judge.claims import Claim
+from flashmoe_science.proof.judge.claims import Claim, claim_sentence
 
 from . import fake_operator  # it runs here: so it may where a suite names it
 from .builders import build_record

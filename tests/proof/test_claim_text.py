@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashmoe_science.proof.judge.claim_text import claim_sentence, sentence_fault
+from flashmoe_science.proof.judge.claims import claim_sentence, sentence_fault
 from flashmoe_science.proof.judge.judge import VerdictStatus, judge
 from flashmoe_science.proof.judge.verify import verify_claims
 from flashmoe_science.proof.records.evidence import write_record

@@ -36,12 +36,6 @@ def _claim(tmp_path, text=GOOD) -> Claim:
     return load_claims(_write(tmp_path, text))[0]
 
 
-def test_a_claim_is_read_with_all_its_keys(tmp_path):
-    claim = _claim(tmp_path, GOOD + 'evidence = "evidence/a.json"\n')
-    assert (claim.id, claim.factor, claim.baseline) == ("seed-graph", 2.0, ("sdpa",))
-    assert claim.evidence == ("evidence/a.json",)
-
-
 def test_a_list_of_baselines_means_the_fastest_of_them(tmp_path):
     claim = _claim(tmp_path, GOOD.replace('"sdpa"', '["cudnn", "fa3"]'))
     assert claim.baseline == ("cudnn", "fa3")
@@ -52,10 +46,6 @@ def test_claims_come_by_file_and_then_in_their_order(tmp_path):
     _write(tmp_path, GOOD, "a.toml")
     _write(tmp_path, "not a claim", "readme.md")
     assert [claim.id for claim in load_claims(tmp_path)] == ["seed-graph", "z", "y"]
-
-
-def test_a_folder_without_claims_has_none(tmp_path):
-    assert load_claims(tmp_path / "claims") == []
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from markdown_it import MarkdownIt
 from flashmoe_science import cli
 from flashmoe_science.cli.terminal import Terminal
 from flashmoe_science.proof.judge.judge import judge
-from flashmoe_science.proof.judge.rows import write_csv
+from flashmoe_science.proof.judge.rows import csv_text
 from flashmoe_science.proof.records.evidence import Gate, GateStatus
 from flashmoe_science.proof.report.html import render_html
 from flashmoe_science.proof.report.junit import junit_xml
@@ -143,9 +143,7 @@ def test_junit_is_xml_whatever_it_holds():
 
 def test_no_cell_of_csv_is_a_formula():
     for text in TEXTS:
-        file = io.StringIO()
-        write_csv([record_with(text)], file)
-        for row in csv.DictReader(io.StringIO(file.getvalue())):
+        for row in csv.DictReader(io.StringIO(csv_text([record_with(text)]))):
             for column in ("origin", "reason", "version"):
                 assert not row[column].lstrip(" \t\n'\"").startswith(("=", "+", "@")) or row[column].startswith("'")
 

@@ -21,7 +21,7 @@ from flashmoe_science.proof.judge.statistics import Interval
 from flashmoe_science.proof.records.evidence import Gate, GateStatus
 from flashmoe_science.proof.text import counted
 
-from .builders import L4, build_gates, build_record
+from .builders import L4, build_gates, build_record, with_arm, with_case
 
 DEMONSTRATED, REFUTED, INCONCLUSIVE, ASSERTED, INVALID = (
     VerdictStatus.DEMONSTRATED,
@@ -39,18 +39,6 @@ def build_claim(**changes):
     )
 
 
-def _with_arm(record, case, arm, **changes):
-    """Return ``record`` with one arm of one case changed."""
-    arms = [a.model_copy(update=changes) if a.name == arm else a for a in record.cases[case].arms]
-    return _with_case(record, case, arms=arms)
-
-
-def _with_case(record, case, **changes):
-    cases = list(record.cases)
-    cases[case] = cases[case].model_copy(update=changes)
-    return record.model_copy(update={"cases": cases})
-
-
 def _with_seconds(record, arm, change, *, case=0, metric="graph"):
     """Return ``record`` with the times of one arm changed."""
     rounds = []
@@ -59,7 +47,7 @@ def _with_seconds(record, arm, change, *, case=0, metric="graph"):
         if metric in seconds:
             seconds[metric][arm] = [change(s) for s in seconds[metric][arm]]
         rounds.append(old.model_copy(update={"seconds": seconds}))
-    return _with_case(record, case, rounds=rounds)
+    return with_case(record, case, rounds=rounds)
 
 
 # A claim about each case
@@ -178,11 +166,11 @@ def test_a_case_of_the_suite_that_the_record_lacks_leaves_the_claim_open():
 
 
 def test_a_case_without_correctness_or_times_leaves_the_claim_open():
-    record = _with_case(build_record(speedups=[3.0, 3.0]), 1, rounds=[], correct=None)
+    record = with_case(build_record(speedups=[3.0, 3.0]), 1, rounds=[], correct=None)
     verdict = judge(build_claim(), record)
     assert verdict.status is INCONCLUSIVE
     assert "1 of 2 cases are inconclusive: case1 its correctness was not shown" in verdict.reason
-    no_times = judge(build_claim(), _with_case(build_record(speedups=[3.0, 3.0]), 1, rounds=[]))
+    no_times = judge(build_claim(), with_case(build_record(speedups=[3.0, 3.0]), 1, rounds=[]))
     assert no_times.status is INCONCLUSIVE
     assert "case1 it has 0 rounds" in no_times.reason
 
@@ -190,7 +178,7 @@ def test_a_case_without_correctness_or_times_leaves_the_claim_open():
 @pytest.mark.parametrize("status", ["failed", "refused", "unavailable", "not measured"])
 @pytest.mark.parametrize("arm", ["sdpa", "flash_attention"])
 def test_a_case_whose_arm_was_not_measured_leaves_the_claim_open_with_the_reason(arm, status):
-    record = _with_arm(build_record(speedups=[3.0, 3.0, 3.0]), 1, arm, status=status, reason="out of memory")
+    record = with_arm(build_record(speedups=[3.0, 3.0, 3.0]), 1, arm, status=status, reason="out of memory")
     verdict = judge(build_claim(), record)
     assert verdict.status is INCONCLUSIVE
     assert f"case1 {arm} was not measured: {status}, out of memory" in verdict.reason
@@ -198,7 +186,7 @@ def test_a_case_whose_arm_was_not_measured_leaves_the_claim_open_with_the_reason
 
 
 def test_a_case_without_a_control_leaves_the_claim_open():
-    record = _with_arm(build_record(speedups=[3.0, 3.0]), 1, "sdpa#2", status="failed")
+    record = with_arm(build_record(speedups=[3.0, 3.0]), 1, "sdpa#2", status="failed")
     verdict = judge(build_claim(), record)
     assert verdict.status is INCONCLUSIVE
     assert "case1 it has no control" in verdict.reason
@@ -362,17 +350,17 @@ def test_of_the_baselines_with_the_weakest_result_the_fastest_decides(target, de
 
 def test_a_baseline_that_does_not_serve_a_problem_is_left_out_there_and_named():
     record = build_record(speedups=[2.5, 2.5], baselines={"sdpa": 1.0, "fa3": 1.0})
-    refused = _with_arm(record, 0, "fa3", status="refused", reason="head size 4")
+    refused = with_arm(record, 0, "fa3", status="refused", reason="head size 4")
     verdict = judge(build_claim(baseline=["sdpa", "fa3"]), refused)
     assert verdict.status is DEMONSTRATED
     assert "fa3 does not serve it" in verdict.cases[0].reason
-    both = _with_arm(refused, 0, "sdpa", status="refused", reason="head size 4")
+    both = with_arm(refused, 0, "sdpa", status="refused", reason="head size 4")
     assert judge(build_claim(baseline=["sdpa", "fa3"]), both).status is INCONCLUSIVE
 
 
 def test_a_baseline_that_is_not_installed_leaves_the_claim_open():
     record = build_record(speedups=[2.5], baselines={"sdpa": 1.0, "fa3": 1.0})
-    absent = _with_arm(record, 0, "fa3", status="unavailable", reason="no module named fa3")
+    absent = with_arm(record, 0, "fa3", status="unavailable", reason="no module named fa3")
     verdict = judge(build_claim(baseline=["sdpa", "fa3"]), absent)
     assert verdict.status is INCONCLUSIVE
     assert "fa3 was not measured: unavailable, no module named fa3" in verdict.reason
@@ -406,7 +394,7 @@ def _with_more_processes(record, case, factor):
             name: 2 * getattr(old, name) for name in ("order", "sm_clock_mhz", "power_w", "temperature_c", "throttle")
         }
         rounds.append(old.model_copy(update={"process": [*old.process, *more], "seconds": seconds, **twice}))
-    return _with_case(record, case, rounds=rounds)
+    return with_case(record, case, rounds=rounds)
 
 
 def test_processes_that_few_cases_have_do_not_count_in_the_geometric_mean():
@@ -428,7 +416,7 @@ def test_the_geometric_mean_is_refuted_or_open_by_its_own_interval():
 
 
 def test_a_missing_case_leaves_the_geometric_mean_open():
-    record = _with_arm(build_record(speedups=[3.0, 3.1, 3.2]), 1, "sdpa", status="failed", reason="out of memory")
+    record = with_arm(build_record(speedups=[3.0, 3.1, 3.2]), 1, "sdpa", status="failed", reason="out of memory")
     verdict = judge(build_claim(scope="geometric mean"), record)
     assert verdict.status is INCONCLUSIVE
     assert "1 of 3 cases have no speedup: case1 sdpa was not measured: failed, out of memory" in verdict.reason

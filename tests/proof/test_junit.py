@@ -73,8 +73,8 @@ def test_each_gate_and_each_claim_is_a_test_case():
 
 
 def test_the_file_is_written_and_one_that_cannot_be_is_an_error(tmp_path):
-    write_junit(tmp_path / "new" / "junit.xml", [judged(VerdictStatus.DEMONSTRATED)])
+    write_junit(tmp_path / "new" / "junit.xml", junit_xml([judged(VerdictStatus.DEMONSTRATED)]))
     assert ET.parse(tmp_path / "new" / "junit.xml").getroot().get("tests") == "1"
     (tmp_path / "file").write_text("")
     with pytest.raises(EvidenceError, match=r"junit\.xml: cannot be written"):
-        write_junit(tmp_path / "file" / "junit.xml", [])
+        write_junit(tmp_path / "file" / "junit.xml", "")

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from flashmoe_science.errors import ClaimError, InputError
-from flashmoe_science.proof.judge.claim_text import claim_sentence
-from flashmoe_science.proof.judge.claims import add_claims, load_claims
+from flashmoe_science.proof.judge.claims import add_claims, claim_sentence, load_claims
 from flashmoe_science.proof.judge.judge import VerdictStatus, judge
 from flashmoe_science.proof.judge.new_claim import ClaimRequest, make_claims, round_below
 

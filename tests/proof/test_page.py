@@ -9,9 +9,8 @@ from flashmoe_science.proof.records.evidence import Launch
 from flashmoe_science.proof.report.figures import sensor_figure
 from flashmoe_science.proof.report.page import Judged, build_page
 
-from .builders import build_record
+from .builders import build_record, with_arm, with_case
 from .claim_builders import build_claim
-from .test_report_terminal import with_arm, with_case
 
 
 def run_of(record, *verdicts, kind=None):

@@ -8,16 +8,14 @@ from rich.console import Console
 
 from flashmoe_science.proof.judge.judge import judge
 from flashmoe_science.proof.records.evidence import Gate, GateStatus
-from flashmoe_science.proof.records.store import summarize
 from flashmoe_science.proof.report.terminal import (
     case_table,
     gate_lines,
-    run_table,
     unmeasured_lines,
     verdict_lines,
 )
 
-from .builders import build_gates, build_record
+from .builders import build_record, with_arm, with_case
 from .claim_builders import SENTENCE, build_claim
 
 
@@ -25,17 +23,6 @@ def render(thing, *, width=100, colour=False):
     file = io.StringIO()
     Console(file=file, width=width, force_terminal=colour, color_system="standard" if colour else None).print(thing)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
-
-
-def with_case(record, number, **changes):
-    cases = list(record.cases)
-    cases[number] = cases[number].model_copy(update=changes)
-    return record.model_copy(update={"cases": cases})
-
-
-def with_arm(record, number, name, **changes):
-    arms = [arm.model_copy(update=changes) if arm.name == name else arm for arm in record.cases[number].arms]
-    return with_case(record, number, arms=arms)
 
 
 def test_the_case_table_has_a_row_for_every_case_and_arm():
@@ -74,14 +61,6 @@ def test_a_failed_gate_shows_its_facts_and_its_hint():
     assert "fact 14" in render(gate_lines(gate, verbose=True))
 
 
-def test_a_verdict_is_one_line_in_a_pipe():
-    verdict = judge(build_claim(), build_record(speedups=[2.3, 3.0]))
-    line = render(verdict_lines(verdict, one_line=True), width=1000)
-    assert line == (
-        f"demonstrated  {SENTENCE} | lowest of 2 cases 2.30x [2.29, 2.31]; 20260101T000000Z-seed-flash_attention-000000"
-    )
-
-
 def test_a_verdict_that_is_not_good_says_why():
     refuted = render(
         verdict_lines(judge(build_claim(factor=2.9), build_record(speedups=[2.3])), one_line=True), width=1000
@@ -90,11 +69,3 @@ def test_a_verdict_that_is_not_good_says_why():
     assert "below 2.9x" in refuted
     asserted = render(verdict_lines(judge(build_claim(), None), one_line=True), width=1000)
     assert asserted.startswith(f"asserted      {SENTENCE} | there is no evidence: no record shows")
-
-
-def test_the_list_of_runs():
-    failed = build_record(gates=build_gates("launch"), complete=False)
-    lines = render(run_table([summarize(build_record(gpu=None)), summarize(failed)])).splitlines()
-    assert " ".join(lines[2].split()[1:]) == "none 4 of 7 gates passed 0 of 3 store"
-    assert "launch failed, incomplete" in lines[3]
-    assert max(map(len, lines)) <= 100

@@ -13,10 +13,10 @@ from flashmoe_science.proof.judge.rows import (
     Ratio,
     arm_rows,
     commit_words,
+    csv_text,
     format_ratio,
     format_seconds,
     lowest_case,
-    write_csv,
 )
 from flashmoe_science.proof.judge.statistics import Interval
 from flashmoe_science.proof.records.evidence import TreeState
@@ -92,9 +92,7 @@ def test_the_lowest_case_is_that_of_the_lowest_lower_end():
 
 
 def read_csv(record):
-    file = io.StringIO()
-    write_csv([record], file)
-    return list(csv.DictReader(io.StringIO(file.getvalue())))
+    return list(csv.DictReader(io.StringIO(csv_text([record]))))
 
 
 def test_csv_has_a_line_for_every_case_arm_and_kind():

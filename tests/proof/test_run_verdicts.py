@@ -46,13 +46,6 @@ def test_a_run_of_another_suite_of_this_name_demonstrates_nothing(repository):
     assert run_exit_code(run_of(speedups=[3.0]), [verdict]) == 4
 
 
-def test_a_run_of_a_suite_that_the_repository_does_not_know_demonstrates_nothing(repository):
-    (repository / "suites" / "made_up.toml").unlink()
-    (verdict,) = conclude(run_of(), repository)
-    assert verdict.status is VerdictStatus.INCONCLUSIVE
-    assert verdict.reason.startswith("suite made_up is not known here")
-
-
 def test_the_notes_end_the_reason(repository):
     (verdict,) = conclude(
         run_of(), repository, since=lambda _: Sources(notes=["1 of 3 sources changed since the run: a.py"])
@@ -96,10 +89,6 @@ def test_a_run_without_times_has_no_verdict(repository):
 def test_exit_codes_of_a_run(record, code):
     verdicts = [judge(build_claim(factor=1.99 if code == 0 else 2.0), record)] if record.environment.gpu else []
     assert run_exit_code(record, verdicts) == code
-
-
-def test_the_last_word_of_a_failed_gate():
-    assert last_word(build_record(gates=build_gates("launch"))) == ("gate failed", "launch: made up: failed")
 
 
 def test_the_last_word_where_timing_is_not_possible():

@@ -7,8 +7,7 @@ import pytest
 from flashmoe_science.proof.compare.side_by_side import side_by_side
 from flashmoe_science.proof.judge.rows import arm_rows
 
-from .builders import L4, build_record
-from .test_report_terminal import with_case
+from .builders import L4, build_record, with_case
 
 
 def test_runs_share_problems_for_every_kind_of_time_and_baseline():

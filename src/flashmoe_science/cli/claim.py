@@ -20,7 +20,7 @@ from ..proof.records.evidence import record_path, write_record
 from ..proof.records.store import Archive, Store, find_repository
 from ..proof.report.terminal import count_line
 from .exit_codes import INCONCLUSIVE
-from .options import Json, Metric, Run, StoreName, split
+from .options import Json, Metric, Run, StoreName, flag, option, split
 from .terminal import Terminal, as_plain, short_path
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -40,44 +40,27 @@ def claim() -> None:
 def new(
     run: Run,
     metric: Annotated[
-        list[Metric] | None,
-        typer.Option("--time", metavar="KIND", help="Claim kernel, graph or wall time; repeat it. Default: graph."),
+        list[Metric] | None, option("--time", "KIND", "Claim kernel, graph or wall time; repeat it. Default: graph.")
     ] = None,
     factor: Annotated[
-        float | None,
-        typer.Option(
-            "--factor", metavar="X", help="The speedup. Default: the largest round figure that the run shows."
-        ),
+        float | None, option("--factor", "X", "The speedup. Default: the largest round figure that the run shows.")
     ] = None,
     baseline: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--baseline", "-b", metavar="NAME", help="Repeat it for the fastest of several. Default: the first."
-        ),
+        list[str] | None, option("--baseline -b", "NAME", "Repeat it for the fastest of several. Default: the first.")
     ] = None,
     cases: Annotated[
-        list[str] | None,
-        typer.Option("--cases", metavar="PATTERN", help="Only cases whose names match, e.g. '*_d64_*'; repeat it."),
+        list[str] | None, option("--cases", "PATTERN", "Only cases whose names match, e.g. '*_d64_*'; repeat it.")
     ] = None,
-    mean: Annotated[
-        bool, typer.Option("--mean", help="Claim the geometric mean over the cases, not each case.")
-    ] = False,
+    mean: Annotated[bool, flag("--mean", "Claim the geometric mean over the cases, not each case.")] = False,
     memory: Annotated[
-        bool, typer.Option("--memory", help="Claim the peak bytes that a call allocates, besides any --time.")
+        bool, flag("--memory", "Claim the peak bytes that a call allocates, besides any --time.")
     ] = False,
-    gpu: Annotated[
-        str, typer.Option("--gpu", metavar="NAME", help="Words of the GPU's name. Default: its model.")
-    ] = "",
-    claim_id: Annotated[
-        str, typer.Option("--id", metavar="ID", help="Default: made from subject, suite, time and GPU.")
-    ] = "",
+    gpu: Annotated[str, option("--gpu", "NAME", "Words of the GPU's name. Default: its model.")] = "",
+    claim_id: Annotated[str, option("--id", "ID", "Default: made from subject, suite, time and GPU.")] = "",
     file: Annotated[
-        Path | None,
-        typer.Option("--file", metavar="FILE", help="In claims/; default: the subject's name.", show_default=False),
+        Path | None, option("--file", "FILE", "In claims/; default: the subject's name.", show_default=False)
     ] = None,
-    asserted: Annotated[
-        bool, typer.Option("--asserted", help="Write it although the evidence does not demonstrate it.")
-    ] = False,
+    asserted: Annotated[bool, flag("--asserted", "Write it although the evidence does not demonstrate it.")] = False,
     store: StoreName = None,
     as_json: Json = False,
 ) -> None:

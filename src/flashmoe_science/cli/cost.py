@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from ..errors import InputError
-from ..proof.cost.cost import PACKAGED, Rate, Sum, add_up, format_dollars, load_rates, spent_seconds
-from ..proof.cost.terminal import rates_table, sums_table
+from ..proof.cost.cost import (
+    PACKAGED,
+    Rate,
+    Sum,
+    add_up,
+    format_dollars,
+    format_duration,
+    load_rates,
+)
 from ..proof.records.evidence import GATE_NAMES
 from ..proof.records.ledger import Entry
-from ..proof.records.store import Archive, Store, find_repository
-from ..proof.text import counted
+from ..proof.records.store import Store, find_repository
 from .names import moment_named
-from .options import Json, Since, StoreName
+from .options import Json, Since, StoreName, option
 from .terminal import Terminal, short_path
 
 _BY_HAND = "entered by hand"
@@ -38,35 +47,38 @@ def cost(context: typer.Context, since: Since = None, store: StoreName = None, a
     Examples:
       flashmoe cost
       flashmoe cost --since 30d --json | jq .total
-
-    \b
-    Exit codes:
-      0  summed    2  the store or a rates.toml cannot be read
     """
     if context.invoked_subcommand is not None:
         return
     terminal = Terminal(as_json=as_json)
-    repository = find_repository()
-    rate = load_rates(repository).dollars_per_hour
+    rate = load_rates(find_repository()).dollars_per_hour
     moment = moment_named(since) if since else None
-    archive = Archive(Store(store), repository)
-    unstored = [
-        record
-        for record in archive.only_in_files(on_trouble=terminal.warn_of)
-        if spent_seconds(record) > 0 and (moment is None or record.created_at >= moment)
-    ]
-    entries = archive.store.ledger(since=moment)
+    entries = Store(store).ledger(since=moment)
     sums = {name: _in_order(add_up(entries, key, rate)) for name, key in _KEYS.items()}
     total = add_up(entries, lambda _: "total", rate).get("total", Sum())
     if entries:
-        terminal.show(sums_table({**sums, "": {"total": total}}))
+        terminal.show(_sums_table({**sums, "": {"total": total}}))
     else:
         terminal.log.print("nothing was spent: no run held a GPU, and nothing was entered by hand")
-    if unstored:
-        text = f"not counted: {counted(len(unstored), 'run')} of evidence/ that your store lacks"
-        terminal.log.print(f"{text}\nhint: flashmoe import evidence/ takes them into it, if you paid for them")
     by_key = {f"by_{name}": {key: vars(sum_) for key, sum_ in of_name.items()} for name, of_name in sums.items()}
-    terminal.document({"total": vars(total), **by_key, "not_in_store": [record.id for record in unstored]})
+    terminal.document({"total": vars(total), **by_key})
+
+
+def _sums_table(groups: Mapping[str, Mapping[str, Sum]]) -> RenderableType:
+    """Return one row for every sum, under the name of its group."""
+    table = Table(box=None, show_edge=False, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for right in (False, True, True, False):
+        table.add_column(justify="right" if right else "left", no_wrap=right, overflow="fold")
+    for heading, sums in groups.items():
+        if table.row_count:
+            table.add_row()
+        if heading:
+            table.add_row(*(Text(word, "bold") for word in (heading, "GPU time", "dollars")))
+        for name, total in sums.items():
+            time = format_duration(total.gpu_seconds) if total.gpu_seconds else ""
+            unpriced = f"and {format_duration(total.unpriced_seconds)} without a rate" if total.unpriced_seconds else ""
+            table.add_row(name, time, format_dollars(total.dollars), unpriced)
+    return table
 
 
 def _in_order(sums: dict[str, Sum]) -> dict[str, Sum]:
@@ -77,12 +89,11 @@ def _in_order(sums: dict[str, Sum]) -> dict[str, Sum]:
 
 @app.command(short_help="Enter a cost by hand.")
 def add(
-    dollars: Annotated[float, typer.Option("--dollars", metavar="X", help="The amount; below 0 for a refund.")],
-    note: Annotated[str, typer.Option("--note", metavar="TEXT", help="What it paid for.")],
-    gpu: Annotated[str, typer.Option("--gpu", metavar="NAME", help="The GPU that it paid for, if any.")] = "",
+    dollars: Annotated[float, option("--dollars", "X", "The amount; below 0 for a refund.")],
+    note: Annotated[str, option("--note", "TEXT", "What it paid for.")],
+    gpu: Annotated[str, option("--gpu", "NAME", "The GPU that it paid for, if any.")] = "",
     date: Annotated[
-        str | None,
-        typer.Option("--date", metavar="DATE", help="When (UTC), or 7d, 12h or 2w ago.", show_default="now"),
+        str | None, option("--date", "DATE", "When (UTC), or 7d, 12h or 2w ago.", show_default="now")
     ] = None,
     store: StoreName = None,
     as_json: Json = False,
@@ -92,10 +103,6 @@ def add(
     \b
     Example:
       flashmoe cost add --dollars 3.20 --note "an H200 for an hour, idle" --gpu H200
-
-    \b
-    Exit codes:
-      0  entered    2  wrong usage, or the store cannot be written
     """
     if not math.isfinite(dollars):
         raise InputError(f"dollars must be a number, got {dollars}")
@@ -115,21 +122,25 @@ def rates(as_json: Json = False) -> None:
     \b
     Example:
       flashmoe cost rates
-
-    \b
-    Exit codes:
-      0  listed    2  a rates.toml is wrong
     """
     terminal = Terminal(as_json=as_json)
     files = load_rates(find_repository()).files
     for path, file in files.items():
-        terminal.show(f"{_place(path)}:", rates_table(file.gpu | file.other), "")
-    terminal.document(
-        {
-            "gpus": [_plain(name, rate, path) for path, file in files.items() for name, rate in file.gpu.items()],
-            "other": [_plain(name, rate, path) for path, file in files.items() for name, rate in file.other.items()],
-        }
+        terminal.show(f"{_place(path)}:", _rates_table(file.gpu | file.other), "")
+    gpus, other = (
+        [_plain(name, rate, path) for path, file in files.items() for name, rate in getattr(file, kind).items()]
+        for kind in ("gpu", "other")
     )
+    terminal.document({"gpus": gpus, "other": other})
+
+
+def _rates_table(rates: Mapping[str, Rate]) -> RenderableType:
+    table = Table(box=None, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for column in ("rate", "dollars an hour", "date", "source"):
+        table.add_column(column, justify="right" if "hour" in column else "left", overflow="fold")
+    for name, rate in rates.items():
+        table.add_row(name, format_dollars(rate.dollars_per_hour), str(rate.date or ""), rate.source)
+    return table
 
 
 def _place(path: Path) -> str:

@@ -5,68 +5,56 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..proof.cost.terminal import bill_as_plain, receipt
+from ..errors import EvidenceError
+from ..proof.cost.cost import Bill, Budget, Estimate, load_rates, rate_for
 from ..proof.diagnose import gather
 from ..proof.diagnose.gather import Request, choose_cases, expected_seconds, observes_here
 from ..proof.diagnose.observations import Diagnosis
 from ..proof.diagnose.report import case_lines, failed_lines
 from ..proof.measure.environment import describe_apart
 from ..proof.records.ledger import Entry
-from ..proof.records.store import Store
+from ..proof.records.store import Store, find_repository
 from ..proof.subject.loading import load_subject, operator_of
 from ..proof.subject.subject import Subject
 from ..proof.subject.suites import Suite, SuiteCase, list_suites, load_suite, suite_beside
 from .exit_codes import GATE_FAILED, HOLDS, INCONCLUSIVE
 from .names import check_name, gpu_named
-from .options import Json, StoreName, split
-from .run_shared import Tab, as_typed, open_tab
+from .options import Json, StoreName, argument, flag, option, split
+from .run_shared import as_typed, check_budget
 from .terminal import Terminal, as_plain, write_file
 
 DEFAULT_SUITE = "seed"
+_GATE = "diagnose"  # in the ledger
 
 
 def diagnose(
     context: typer.Context,
-    subject: Annotated[
-        str, typer.Argument(metavar="SUBJECT", help="One of ours, or a kernel.toml.")
-    ] = "flash_attention",
-    suite: Annotated[
-        str | None,
-        typer.Option("--suite", "-s", metavar="SUITE", help="All its cases, or those named by --case."),
-    ] = None,
+    subject: Annotated[str, argument("SUBJECT", "One of ours, or a kernel.toml.")] = "flash_attention",
+    suite: Annotated[str | None, option("--suite -s", "SUITE", "All its cases, or those named by --case.")] = None,
     case: Annotated[
-        list[str] | None,
-        typer.Option("--case", metavar="NAME", help="A case of a suite; repeat it. Default: seed's largest."),
+        list[str] | None, option("--case", "NAME", "A case of a suite; repeat it. Default: seed's largest.")
     ] = None,
     baseline: Annotated[
         list[str] | None,
-        typer.Option(
-            "--baseline", "-b", metavar="NAME", help="A baseline to time beside it. Default: the operator's first."
-        ),
+        option("--baseline -b", "NAME", "A baseline to time beside it. Default: the operator's first."),
     ] = None,
     gpu: Annotated[
-        str | None,
-        typer.Option("--gpu", metavar="NAME", help="Show what compilation alone shows for this GPU, e.g. L4."),
+        str | None, option("--gpu", "NAME", "Show what compilation alone shows for this GPU, e.g. L4.")
     ] = None,
     counters: Annotated[
-        bool, typer.Option("--counters/--no-counters", help="Use Nsight Compute, where it may read counters.")
+        bool, flag("--counters/--no-counters", "Use Nsight Compute, where it may read counters.")
     ] = True,
-    seed: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Seed of the inputs.", show_default="random")
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Also write the diagnosis to FILE, as JSON."),
-    ] = None,
+    seed: Annotated[int | None, option("", "N", "Seed of the inputs.", min=0, show_default="random")] = None,
+    output: Annotated[Path | None, option("--output -o", "FILE", "Also write the diagnosis to FILE, as JSON.")] = None,
     budget: Annotated[
-        float | None,
-        typer.Option("--budget", metavar="DOLLARS", min=0, help="Do not begin if the estimate exceeds it."),
+        float | None, option("--budget", "DOLLARS", "Do not begin if the estimate exceeds it.", min=0)
     ] = None,
     store: StoreName = None,
     as_json: Json = False,
@@ -107,20 +95,24 @@ def diagnose(
 
     terminal.say(f"diagnosing {request.subject.name}: {', '.join(case.name for case in request.cases)}")
     environment = describe_apart()
-    tab = None
-    if environment.gpu is not None and observes_here(request, environment):
-        tab = _tab(request, suite or "", environment.gpu.name, terminal, Store(store), budget)
-    if tab is not None and (reason := tab.refusal()):
-        terminal.show(f"not diagnosed: {reason}")
-        terminal.document({"diagnosis": None, "cost": bill_as_plain(tab.bill), "exit_code": INCONCLUSIVE})
-        raise typer.Exit(INCONCLUSIVE)
     bill = None
+    if environment.gpu is not None and observes_here(request, environment):
+        rate = rate_for(load_rates(find_repository()), environment.gpu.name, check_budget(budget))
+        expected = Estimate({_GATE: expected_seconds(request)}, "a rough model")
+        bill = Bill(environment.gpu.name, rate, expected)
+        terminal.say(bill.announcement())
+        held = Budget(budget, rate, expected) if budget is not None and rate is not None else None
+        if held is not None and (reason := held.refusal(_GATE, 0.0)):
+            terminal.show(f"not diagnosed: {reason}")
+            terminal.document({"diagnosis": None, "cost": bill.as_plain(), "exit_code": INCONCLUSIVE})
+            raise typer.Exit(INCONCLUSIVE)
     began = time.monotonic()
     try:
         diagnosis = gather.diagnose(request, environment, say=say)
     finally:  # an interrupted diagnosis is paid for too
-        if tab is not None:
-            bill = tab.book(time.monotonic() - began)
+        if bill is not None:
+            bill = replace(bill, spent_seconds=time.monotonic() - began)
+            _book(bill, request, suite or "", Store(store), terminal)
     if output is not None:
         write_file(output, diagnosis.model_dump_json(indent=1) + "\n")
     if diagnosis.failed is not None:
@@ -128,25 +120,21 @@ def diagnose(
     for found in diagnosis.cases:
         terminal.show("", case_lines(found))
     if bill is not None:
-        terminal.show("", receipt(bill))
+        terminal.show("", bill.receipt())
     code = exit_code(diagnosis)
-    terminal.document({"diagnosis": as_plain(diagnosis), "cost": bill_as_plain(bill), "exit_code": code})
+    terminal.document({"diagnosis": as_plain(diagnosis), "cost": bill and bill.as_plain(), "exit_code": code})
     raise typer.Exit(code)
 
 
-def _tab(request: Request, suite: str, gpu: str, terminal: Terminal, store: Store, budget: float | None) -> Tab:
-    """Print the estimated cost of the diagnosis."""
+def _book(bill: Bill, request: Request, suite: str, store: Store, terminal: Terminal) -> None:
+    """Book what a diagnosis took. A store that fails costs a warning, not the result."""
     now, name = datetime.now(timezone.utc), request.subject.name
-    about = Entry(
-        at=now.isoformat(timespec="seconds"),
-        run=f"{now:%Y%m%dT%H%M%SZ}-diagnose-{name}-{secrets.token_hex(3)}",
-        gate="diagnose",
-        subject=name,
-        suite=suite,
-        gpu=gpu,
-        gpu_seconds=0.0,
-    )
-    return open_tab(terminal, store, about, expected_seconds(request), "a rough model", budget=budget)
+    run = f"{now:%Y%m%dT%H%M%SZ}-diagnose-{name}-{secrets.token_hex(3)}"
+    about = (now.isoformat(timespec="seconds"), run, _GATE, name, suite, bill.gpu)
+    try:
+        store.book(Entry(*about, bill.spent_seconds or 0.0, bill.dollars_per_hour))
+    except EvidenceError as error:
+        terminal.warn_of(error)
 
 
 def exit_code(diagnosis: Diagnosis) -> int:

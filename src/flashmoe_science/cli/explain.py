@@ -18,7 +18,7 @@ from ..gpu.specs import GpuSpec
 from ..proof.judge.run_verdicts import GATE_FAILED
 from ..proof.report.terminal import compile_line, plan_lines
 from .names import gpu_named
-from .options import Json
+from .options import Json, flag, option
 from .terminal import Terminal
 
 _COMPILE_TIMEOUT_S = 900.0
@@ -28,37 +28,25 @@ _TRAINED = ("x", "topk_weights", "w_gate_up", "w_down")  # of experts: what has 
 
 
 def explain(
-    shape: Annotated[
-        str | None,
-        typer.Option(metavar="B,H,S,D", help="For attention: batch, heads, positions, head size."),
-    ] = None,
+    shape: Annotated[str | None, option("", "B,H,S,D", "For attention: batch, heads, positions, head size.")] = None,
     experts: Annotated[
-        str | None,
-        typer.Option(metavar="T,E,K,H,I", help="For experts: tokens, experts, top_k, hidden and inner size."),
+        str | None, option("", "T,E,K,H,I", "For experts: tokens, experts, top_k, hidden and inner size.")
     ] = None,
-    activation: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="For experts. Default: swiglu."),
-    ] = None,
-    kv_heads: Annotated[int | None, typer.Option(min=1, metavar="N", help="Default: H.")] = None,
+    activation: Annotated[str | None, option("", "NAME", "For experts. Default: swiglu.")] = None,
+    kv_heads: Annotated[int | None, option("", "N", "Default: H.", min=1)] = None,
     seqlen_k: Annotated[
-        int | None,
-        typer.Option(min=0, metavar="N", help="Default: S. With --cache: the capacity of a sequence."),
+        int | None, option("", "N", "Default: S. With --cache: the capacity of a sequence.", min=0)
     ] = None,
-    head_dim_v: Annotated[int | None, typer.Option(min=1, metavar="N", help="Default: D.")] = None,
-    dtype: Annotated[str, typer.Option(metavar="NAME", help="fp16, bf16 or fp32.")] = "fp16",
-    causal: Annotated[bool, typer.Option("--causal", help="With a causal mask, aligned bottom-right.")] = False,
-    cache: Annotated[bool, typer.Option("--cache", help="With a K/V cache, and lengths on the device.")] = False,
-    page_size: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="With --cache: positions in a page."),
-    ] = None,
-    mla: Annotated[bool, typer.Option("--mla", help="With --cache: values are the first columns of the keys.")] = False,
-    batch_invariant: Annotated[bool, typer.Option("--batch-invariant", help="With --cache.")] = False,
-    backward: Annotated[bool, typer.Option("--backward", help="Explain the gradients instead.")] = False,
+    head_dim_v: Annotated[int | None, option("", "N", "Default: D.", min=1)] = None,
+    dtype: Annotated[str, option("", "NAME", "fp16, bf16 or fp32.")] = "fp16",
+    causal: Annotated[bool, flag("--causal", "With a causal mask, aligned bottom-right.")] = False,
+    cache: Annotated[bool, flag("--cache", "With a K/V cache, and lengths on the device.")] = False,
+    page_size: Annotated[int | None, option("", "N", "With --cache: positions in a page.", min=1)] = None,
+    mla: Annotated[bool, flag("--mla", "With --cache: values are the first columns of the keys.")] = False,
+    batch_invariant: Annotated[bool, flag("--batch-invariant", "With --cache.")] = False,
+    backward: Annotated[bool, flag("--backward", "Explain the gradients instead.")] = False,
     gpu: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="e.g. L4, A100, H100, H200, B200. Default: the GPU of this machine."),
+        str | None, option("", "NAME", "e.g. L4, A100, H100, H200, B200. Default: the GPU of this machine.")
     ] = None,
     as_json: Json = False,
 ) -> None:

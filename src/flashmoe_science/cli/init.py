@@ -6,10 +6,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from ..errors import InputError
-from .options import Json
+from .options import Json, argument, flag
 from .terminal import Terminal, short_path, write_file
 
 
@@ -165,8 +163,8 @@ def files_of(kind: Kind) -> dict[str, str]:
 
 
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the files go; made where it is missing.")],
-    kind: Annotated[Kind, typer.Option("--kind", help="How the kernel is written.")] = Kind.triton,
+    folder: Annotated[Path, argument("FOLDER", "Where the files go; made where it is missing.")],
+    kind: Annotated[Kind, flag("--kind", "How the kernel is written.")] = Kind.triton,
     as_json: Json = False,
 ) -> None:
     """Write the files of a first trial: a kernel of a few lines, what it means, its shapes. No file is replaced.
@@ -176,10 +174,6 @@ def init(
       flashmoe init trial
       flashmoe init trial --kind cuda
       flashmoe prove trial
-
-    \b
-    Exit codes:
-      0  written    2  a file of this name is there, or cannot be written
     """
     terminal = Terminal(as_json=as_json)
     files = {folder / name: text for name, text in files_of(kind).items()}

@@ -11,7 +11,7 @@ from ..proof.judge.claims import load_claims
 from ..proof.records.store import find_repository
 from ..proof.report.prose import check_file, markdown_files
 from ..proof.text import counted
-from .options import Json
+from .options import Json, argument
 from .terminal import Terminal, short_path
 
 ASSERTED = 1  # the exit code where a figure names no claim
@@ -22,7 +22,7 @@ _HINT = (
 
 
 def lint(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Markdown files, or folders that hold some.")],
+    files: Annotated[list[Path], argument("FILE", "Markdown files, or folders that hold some.")],
     as_json: Json = False,
 ) -> None:
     """Find figures of speed or memory in Markdown that name no claim.

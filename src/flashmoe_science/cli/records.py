@@ -1,4 +1,4 @@
-"""The verbs that fill and empty the store: import, export. What takes long to import waits until one runs."""
+"""The verbs that fill and empty the store and sign records: import, export, sign."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
+from typing import Annotated, Any, Literal
 
 import typer
 
 from ..errors import EvidenceError, InputError
+from ..proof.records.evidence import documents_in, read_record, record_path, write_record
+from ..proof.records.signing import sign as sign_record
+from ..proof.records.store import Archive, Store, find_repository, record_files
+from ..proof.text import counted
 from .exit_codes import HOLDS, USAGE
-from .options import Json, StoreName
-
-if TYPE_CHECKING:
-    from ..proof.records.store import Archive, Store
-
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
+from .options import Json, StoreName, argument, flag, option
+from .terminal import Terminal, short_path
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,10 @@ class Carried:
     hint: str = ""
 
 
-@app.command(name="import", short_help="Take records into the store.")
 def import_(
-    paths: Annotated[list[Path], typer.Argument(metavar="FILE|FOLDER...", help="Records, or folders of them.")],
+    paths: Annotated[list[Path], argument("FILE|FOLDER...", "Records, or folders of them.")],
     replace: Annotated[
-        bool, typer.Option("--replace", help="Replace complete runs that the store has with another content.")
+        bool, flag("--replace", "Replace complete runs that the store has with another content.")
     ] = False,
     store: StoreName = None,
     as_json: Json = False,
@@ -46,14 +45,7 @@ def import_(
     Examples:
       flashmoe import evidence/
       flashmoe import run.json.gz --store ~/runs
-
-    \b
-    Exit codes:
-      0  all are in the store    2  one cannot be read, or is there with another content; the others are in
     """
-    from ..proof.records.store import Store
-    from .terminal import Terminal, short_path
-
     terminal = Terminal(as_json=as_json)
     target = Store(store)
     carried: list[Carried] = []
@@ -69,16 +61,14 @@ def import_(
     raise typer.Exit(code)
 
 
-@app.command(short_help="Write runs to files.")
 def export(
     runs: Annotated[
-        Optional[list[str]],  # noqa: UP045 - typer reads this on Python 3.10
-        typer.Argument(metavar="RUN...", help="Ids of runs, or the beginnings of some.", show_default=False),
+        list[str] | None, argument("RUN...", "Ids of runs, or the beginnings of some.", show_default=False)
     ] = None,
-    folder: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the files go; made where it is missing.")
-    ] = Path("evidence"),
-    everything: Annotated[bool, typer.Option("--all", help="Every run of the store.")] = False,
+    folder: Annotated[Path, option("--output -o", "FOLDER", "Where the files go; made where it is missing.")] = Path(
+        "evidence"
+    ),
+    everything: Annotated[bool, flag("--all", "Every run of the store.")] = False,
     store: StoreName = None,
     as_json: Json = False,
 ) -> None:
@@ -88,15 +78,7 @@ def export(
     Examples:
       flashmoe export 20261120 -o evidence/
       flashmoe export --all -o backup/
-
-    \b
-    Exit codes:
-      0  written    2  there is no such run, or a file of its name with another content
     """
-    from ..proof.records.store import Archive, Store, find_repository
-    from ..proof.text import counted
-    from .terminal import Terminal, short_path
-
     terminal = Terminal(as_json=as_json)
     archive = Archive(Store(store), find_repository())
     if runs and everything:
@@ -111,9 +93,6 @@ def export(
 
 def _import_all(store: Store, paths: Sequence[Path], *, replace: bool) -> Iterator[Carried]:
     """Save the records in files and folders. One that fails does not stop the others."""
-    from ..proof.records.evidence import documents_in
-    from ..proof.records.store import record_files
-
     for path in paths:
         documents = documents_in(path) if path.is_dir() else [path]
         if not documents:
@@ -130,7 +109,6 @@ def _import_all(store: Store, paths: Sequence[Path], *, replace: bool) -> Iterat
 
 
 def _import(store: Store, path: Path, *, replace: bool) -> Carried:
-    from ..proof.records.evidence import read_record
 
     record = read_record(path)
     known = store.load(record.id) if record.id in store.ids(record.id) else None
@@ -146,7 +124,6 @@ def _import(store: Store, path: Path, *, replace: bool) -> Carried:
 
 
 def _export(archive: Archive, key: str, folder: Path) -> Carried:
-    from ..proof.records.evidence import read_record, record_path, write_record
 
     record = archive.load(key)
     path = record_path(folder, record.id)
@@ -166,10 +143,10 @@ def _export(archive: Archive, key: str, folder: Path) -> Carried:
 
 
 def sign(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Ids of runs in evidence/, or files.")],
-    key: Annotated[
-        Path, typer.Option("--key", metavar="FILE", help="A private SSH key, or a public one whose agent runs.")
-    ] = Path("~/.ssh/id_ed25519"),
+    runs: Annotated[list[str], argument("RUN...", "Ids of runs in evidence/, or files.")],
+    key: Annotated[Path, option("--key", "FILE", "A private SSH key, or a public one whose agent runs.")] = Path(
+        "~/.ssh/id_ed25519"
+    ),
     as_json: Json = False,
 ) -> None:
     """Sign records, each in a file <id>.dsse beside it: an in-toto statement of its hash, by ssh-keygen.
@@ -181,15 +158,7 @@ def sign(
     Examples:
       flashmoe sign 20261120
       flashmoe sign evidence/*.json.gz --key ~/.ssh/release
-
-    \b
-    Exit codes:
-      0  all are signed    2  one cannot be read, or the key does not sign
     """
-    from ..proof.records.signing import sign as sign_record
-    from ..proof.records.store import Archive, Store, find_repository
-    from .terminal import Terminal, short_path
-
     terminal = Terminal(as_json=as_json)
     archive = Archive(Store(), find_repository())
     signed = [short_path(sign_record(archive.file(run), key.expanduser())) for run in runs]
@@ -198,7 +167,6 @@ def sign(
 
 
 def _count(carried: Sequence[Carried], statuses: Sequence[str]) -> str:
-    from ..proof.text import counted
 
     counts = Counter(str(one.status) for one in carried)
     parts = [f"{counts[status]} {status}" for status in statuses if counts[status]]
@@ -207,6 +175,5 @@ def _count(carried: Sequence[Carried], statuses: Sequence[str]) -> str:
 
 
 def _as_plain(one: Carried) -> dict[str, Any]:
-    from .terminal import short_path
 
     return {**vars(one), "path": short_path(one.path)}

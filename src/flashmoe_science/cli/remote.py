@@ -10,19 +10,19 @@ from pathlib import Path
 
 from ..errors import EvidenceError, InputError, MachineLostError
 from ..proof.cost.cost import Bill, Budget, Meter, RunSize, format_dollars, format_duration, load_rates, spent_seconds
-from ..proof.cost.terminal import bill_as_plain, receipt
 from ..proof.gates import ProveRequest
+from ..proof.judge.rows import csv_text
 from ..proof.judge.run_verdicts import conclude, run_exit_code
 from ..proof.records.evidence import Record
 from ..proof.records.ledger import Entry, dollars
 from ..proof.records.store import Archive, Store
 from ..proof.remote import Host, HostResult, find_tree, prove_on
-from ..proof.report.hosts import host_table
-from ..proof.report.junit import write_junit
+from ..proof.report.junit import junit_xml, write_junit
+from ..proof.report.terminal import host_table
 from ..proof.text import counted
 from .exit_codes import INCONCLUSIVE, USAGE
 from .run_shared import Keeper, make_keeper, make_meter
-from .terminal import ChainProgress, Terminal, as_plain, short_path, write_csv_file
+from .terminal import ChainProgress, Terminal, as_plain, short_path, write_file
 
 _WORST_FIRST = (3, 1, 2, 4)  # exit codes, where hosts differ
 
@@ -41,16 +41,7 @@ def prove_on_hosts(
 ) -> int:
     """Run the chain on all machines, keep every record as it grows, and return the exit code.
 
-    Args:
-        request: What to prove.
-        names: The machines, as ssh knows them.
-        terminal: To print to.
-        store: For the records and the bills.
-        python: Python of the machines; "": the first that has torch and triton.
-        budget: Dollars for all machines together.
-        csv: A file for the rows of all records.
-        junit: A file for the gates, claims and errors of all machines.
-        conclude_one: Prints the conclusion of the run of a single machine, and returns the exit code.
+    The budget is of all machines together. ``conclude_one`` prints the conclusion of a single machine's run.
     """
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise InputError(f"host must be given once, got {', '.join(twice)} twice: two runs share no GPU")
@@ -92,7 +83,7 @@ def prove_on_hosts(
     for result in results:
         _settle(result, request, terminal, store)
     if csv is not None:
-        write_csv_file([result.record for result in results if result.record is not None], csv)
+        write_file(csv, csv_text(result.record for result in results if result.record is not None))
     if junit is not None:
         _write_junit(results, junit, request.repository)
     if len(hosts) > 1:
@@ -103,7 +94,6 @@ def prove_on_hosts(
     assert result.record is not None
     path = keepers[name].path
     assert path is not None
-    keepers[name].remind()
     return conclude_one(result.record, path, meters[name].bill(result.record))
 
 
@@ -143,7 +133,7 @@ def _write_junit(results: Sequence[HostResult], path: Path, repository: Path | N
     records = [result.record for result in results if result.record is not None]
     verdicts = [verdict for record in records for verdict in conclude(record, repository)]
     errors = {result.host.name: str(result.error) for result in results if result.error is not None}
-    write_junit(path, verdicts, records, errors=errors)
+    write_junit(path, junit_xml(verdicts, records, errors=errors))
 
 
 def _held(result: HostResult) -> str:
@@ -178,10 +168,9 @@ def _conclude_all(
             code = INCONCLUSIVE if isinstance(result.error, MachineLostError) else USAGE
         bill = meters[name].bill(record) if record is not None else None
         if record is not None and path is not None:
-            keepers[name].remind()
             terminal.show("", f"{name}:")
             terminal.show_conclusion(record, verdicts)
-            terminal.show(*([receipt(bill)] if bill else []), f"record: {short_path(path)}")
+            terminal.show(*([bill.receipt()] if bill else []), f"record: {short_path(path)}")
         codes.append(code)
         documents.append(
             {
@@ -189,7 +178,7 @@ def _conclude_all(
                 "record": as_plain(record) if record else None,
                 "path": short_path(path) if path else None,
                 "verdicts": [as_plain(verdict) for verdict in verdicts],
-                "cost": bill_as_plain(bill),
+                "cost": bill and bill.as_plain(),
                 "error": str(result.error) if result.error else None,
                 "exit_code": code,
             }

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, cast
 
-import typer
-
 from ..errors import EvidenceError, InputError
 from ..proof.judge.judge import Verdict
-from ..proof.judge.rows import kinds_measured, write_csv
+from ..proof.judge.rows import csv_text, kinds_measured
 from ..proof.judge.run_verdicts import last_word
 from ..proof.records.evidence import Record, TimeKind, read_record
 from ..proof.records.store import Archive, Store, evidence_files, find_repository, is_path, read_summary, telling
@@ -19,7 +16,7 @@ from ..proof.report.html import render_html
 from ..proof.report.markdown import render_markdown
 from ..proof.report.page import Judged, Page, build_page
 from ..proof.report.terminal import count_line
-from .options import Json, Metric, StoreName, Trust
+from .options import Json, Metric, StoreName, Trust, argument, option
 from .show import conclude_now, trust_repository
 from .terminal import Terminal, as_plain, short_path, write_file
 
@@ -29,21 +26,17 @@ _HINT = "flashmoe prove makes the first, flashmoe runs lists what there is"
 def report(
     run: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[RUN]...",
-            help="Ids of runs, beginnings of them, or JSON files. Default: the newest run of this repository.",
+        argument(
+            "[RUN]...",
+            "Ids of runs, beginnings of them, or JSON files. Default: the newest run of this repository.",
             show_default=False,
         ),
     ] = None,
     output: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--output", "-o", metavar="FILE", help="Ends in .html, .md or .csv; repeat it. Default: report.html."
-        ),
+        list[Path] | None, option("--output -o", "FILE", "Ends in .html, .md or .csv; repeat it. Default: report.html.")
     ] = None,
     metric: Annotated[
-        Metric | None,
-        typer.Option("--time", metavar="KIND", help="Plot kernel, graph or wall time. Default: graph."),
+        Metric | None, option("--time", "KIND", "Plot kernel, graph or wall time. Default: graph.")
     ] = None,
     store: StoreName = None,
     trust: Trust = False,
@@ -58,10 +51,6 @@ def report(
       flashmoe report
       flashmoe report 20261120 -o report.html -o report.md
       flashmoe report evidence/*.json.gz -o all.html
-
-    \b
-    Exit codes:
-      0  written    2  there is no such run, or a file cannot be read or written
     """
     terminal = Terminal(as_json=as_json)
     repository = find_repository()
@@ -133,15 +122,13 @@ def _check_kind(kind: str | None, records: Sequence[Record]) -> None:
 
 def _writer(path: Path) -> Callable[[Page], str]:
     """Return the writer of a file of this name. Raises ``InputError`` where its suffix names no format."""
-    writers = {".html": render_html, ".md": render_markdown, ".csv": _csv}
+    writers = {
+        ".html": render_html,
+        ".md": render_markdown,
+        ".csv": lambda page: csv_text(run.record for run in page.runs),
+    }
     if path.suffix.lower() not in writers:
         raise InputError(
             f"output must end in {', '.join(writers)}, got {str(path)!r}", hint="e.g. -o report.html -o report.md"
         )
     return writers[path.suffix.lower()]
-
-
-def _csv(page: Page) -> str:
-    file = io.StringIO()
-    write_csv([run.record for run in page.runs], file)
-    return file.getvalue()

@@ -6,16 +6,13 @@ import errno
 import math
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import EvidenceError, InputError
-from ..proof.cost.cost import Bill, Budget, Estimate, Meter, PastRun, load_rates, past_runs, rate_for
-from ..proof.cost.terminal import announcement
+from ..proof.cost.cost import Meter, PastRun, load_rates, past_runs
 from ..proof.judge.claims import load_claims
-from ..proof.records.evidence import Begun, Record, name_of, record_path, write_record
-from ..proof.records.ledger import Entry
-from ..proof.records.store import Archive, Store, evidence_files, find_repository
+from ..proof.records.evidence import Begun, Record, record_path, write_record
+from ..proof.records.store import Archive, Store, evidence_files
 from .terminal import Terminal, short_path
 
 _SAMPLING = ("quick", "bench")  # the gates that take samples
@@ -31,39 +28,38 @@ class Keeper:
         self.dollars_per_hour: Callable[[Record], float | None] = lambda _: None  # what the store books it at
         self.path: Path | None = None
         self.record: Record | None = None  # as it was last given
-        self.behind: EvidenceError | None = None  # why the file lacks what the store has
         self.factors: Callable[[Record], Sequence[float]] = lambda _: ()  # of the claims about such a run
         self._begun: Begun | None = None
 
     def save(self, record: Record) -> None:
-        """Replace what was kept of this run before, and of no other.
+        """Replace what was kept of this run before, and of no other. A store that fails costs a warning.
 
-        A store that fails costs a warning, and so does a file that cannot be written any more while the store can.
-
-        Raises:
-            EvidenceError: another run has this id, as one from a borrowed machine may, the file cannot be begun, or
-                neither file nor store can be written.
+        Raises ``EvidenceError``: another run has this id, as one from a borrowed machine may, or the file cannot be
+        written. Then the store has the run, and no file has a part of it, which readers would take for all.
         """
         path = record_path(self._folder, record.id)
         if self.path is None:
             self._refuse_taken(record.id, path)
-        record = record.model_copy(update={"begun": self._begun})
-        written = self._write(record, path)
-        self.record = record
+        self.record = record = record.model_copy(update={"begun": self._begun})
+        failed = None
+        try:
+            write_record(record, path)
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            hint = "make room on its disk" if full else "run it in a folder that you may write"
+            failed = EvidenceError(f"{path}: cannot be written: {error.strerror}", hint=hint)
+            if self.path is None:  # nothing is spent yet
+                raise failed from error
+            path.unlink(missing_ok=True)
+        self.path = path
         try:
             if self._store is not None:
                 self._store.save(record, dollars_per_hour=self.dollars_per_hour(record))
         except EvidenceError as error:
             self._store = None  # say it once
             self._terminal.warn_of(error)
-        if written is not None and self._store is None:  # it is kept nowhere, and what follows costs the same
-            raise written
-        if written is not None and self.behind is None:
-            hint = f"the store has the run, and `flashmoe export {record.id} -o evidence` writes it"
-            self._terminal.warn(str(written).partition("\nhint: ")[0], f"{written.hint}; {hint}")
-        self.behind = written
-        if written is not None:
-            path.unlink(missing_ok=True)  # a part of the run, which every reader would take for all of it
+        if failed is not None:
+            raise failed
 
     def begin_gate(self, gate: str) -> None:
         """Enter the run into the ledger of runs begun before its first sample. A ledger that fails costs a warning."""
@@ -78,29 +74,8 @@ class Keeper:
 
     @property
     def place(self) -> str:
-        """Where the run is kept: in its file, or only in the store."""
-        if self.path is None:
-            return "nowhere yet"
-        return f"run {name_of(self.path)} of the store" if self.behind else short_path(self.path)
-
-    def remind(self) -> None:
-        """Say it again at the end, where it is read, that the file lacks what the store has."""
-        if self.path is not None and self.behind is not None:
-            self._terminal.warn(f"{short_path(self.path)} lacks this run, the store has it", self.behind.hint)
-
-    def _write(self, record: Record, path: Path) -> EvidenceError | None:
-        """Write the file; return why it cannot be written where the run has begun to be kept there."""
-        try:
-            write_record(record, path)
-        except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            hint = "make room on its disk" if full else "run it in a folder that you may write"
-            found = EvidenceError(f"{path}: cannot be written: {error.strerror}", hint=hint)
-            if self.path is None:  # nothing is spent yet
-                raise found from error
-            return found
-        self.path = path
-        return None
+        """Where the run is kept."""
+        return "nowhere yet" if self.path is None else short_path(self.path)
 
     def _refuse_taken(self, run_id: str, path: Path) -> None:
         """Raise ``EvidenceError`` where there is a run of this id. A file counts by what is in it, not by its name."""
@@ -149,7 +124,7 @@ def make_meter(terminal: Terminal, archive: Archive, budget: float | None = None
             return []
 
     rates = load_rates(archive.repository)
-    return Meter(rates, history, budget=budget, announce=lambda bill: terminal.say(where + announcement(bill)))
+    return Meter(rates, history, budget=budget, announce=lambda bill: terminal.say(where + bill.announcement()))
 
 
 def check_budget(dollars: float | None) -> float | None:
@@ -157,54 +132,6 @@ def check_budget(dollars: float | None) -> float | None:
     if dollars is not None and not math.isfinite(dollars):
         raise InputError(f"budget must be a number of dollars, got {dollars}")
     return dollars
-
-
-@dataclass(frozen=True)
-class Tab:
-    """The bill of what holds a GPU and is no run of the chain: said before it begins, and booked."""
-
-    terminal: Terminal
-    store: Store
-    bill: Bill
-    entry: Entry  # without time
-    budget: Budget | None
-
-    def refusal(self) -> str:
-        """Return why it may not begin, or an empty text."""
-        return self.budget.refusal(self.entry.gate, 0.0) if self.budget is not None else ""
-
-    def book(self, gpu_seconds: float) -> Bill:
-        """Book what it has taken so far, and return the bill. A store that fails costs a warning, not the result."""
-        try:
-            if gpu_seconds > 0:
-                self.store.book(replace(self.entry, gpu_seconds=gpu_seconds))
-        except EvidenceError as error:
-            self.terminal.warn_of(error)
-        return replace(self.bill, spent_seconds=gpu_seconds)
-
-
-def open_tab(
-    terminal: Terminal, store: Store, about: Entry, seconds: float, source: str, *, budget: float | None
-) -> Tab:
-    """Say what something is going to cost, and return its tab.
-
-    Args:
-        terminal: To say it on.
-        store: Where it is booked.
-        about: What is booked: all but the time.
-        seconds: That it is going to hold the GPU.
-        source: What that rests on.
-        budget: Dollars that it may cost.
-
-    Raises:
-        ProofError: it has a budget, and its GPU no rate.
-    """
-    rate = rate_for(load_rates(find_repository()), about.gpu, check_budget(budget))
-    expected = Estimate({about.gate: seconds}, source)
-    bill = Bill(about.gpu, rate, expected)
-    terminal.say(announcement(bill))
-    held = Budget(budget, rate, expected) if budget is not None and rate is not None else None
-    return Tab(terminal, store, bill, replace(about, dollars_per_hour=rate), held)
 
 
 def as_typed(args: Sequence[str]) -> str:

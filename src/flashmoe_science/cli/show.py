@@ -18,15 +18,15 @@ import typer
 from ..errors import ClaimError, EvidenceError, InputError, SuiteError
 from ..proof.compare.compare import compare_revisions
 from ..proof.judge.judge import Verdict, VerdictStatus, exit_code
-from ..proof.judge.rows import kinds_measured, memory_rows
+from ..proof.judge.rows import csv_text, kinds_measured, memory_rows
 from ..proof.judge.run_verdicts import EXPECTATION, conclude
 from ..proof.records.evidence import Record, TimeKind, read_record
 from ..proof.records.store import Archive, Store, find_repository, is_path
-from ..proof.report.compare_terminal import comparison_lines
-from ..proof.report.junit import write_junit
+from ..proof.report.junit import junit_xml, write_junit
 from ..proof.report.terminal import (
     case_table,
     check_lines,
+    comparison_lines,
     count_line,
     gate_lines,
     head_lines,
@@ -40,8 +40,8 @@ from ..proof.report.terminal import (
 from ..proof.text import counted
 from .exit_codes import USAGE
 from .names import moment_named
-from .options import Csv, Json, Junit, Metric, Run, Since, StoreName, Trust
-from .terminal import Terminal, as_plain, short_path, write_csv_file, write_file
+from .options import Csv, Json, Junit, Metric, Run, Since, StoreName, Trust, argument, flag, option
+from .terminal import Terminal, as_plain, short_path, write_file
 
 if TYPE_CHECKING:
     from ..proof.judge.consistency import Check as ConsistencyCheck
@@ -55,13 +55,9 @@ _NO_CLAIMS = "`flashmoe claim new` writes one from a run; ours are in the clone 
 
 
 def verify(
-    why: Annotated[bool, typer.Option("--why", help="Give the reason of every verdict, also of good ones.")] = False,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="A stale claim does not hold: 4, and not 0, where one is.")
-    ] = False,
-    deep: Annotated[
-        bool, typer.Option("--deep", help="Also list every check of every record for contradictions.")
-    ] = False,
+    why: Annotated[bool, flag("--why", "Give the reason of every verdict, also of good ones.")] = False,
+    strict: Annotated[bool, flag("--strict", "A stale claim does not hold: 4, and not 0, where one is.")] = False,
+    deep: Annotated[bool, flag("--deep", "Also list every check of every record for contradictions.")] = False,
     trust: Trust = False,
     as_json: Json = False,
     junit: Junit = None,
@@ -114,7 +110,7 @@ def verify(
     if wrong:
         code = USAGE  # a file is wrong: what it would say of the claims nobody knows
     if junit is not None:
-        write_junit(junit, verdicts, strict=strict)
+        write_junit(junit, junit_xml(verdicts, strict=strict))
     for path, checks in (checked or {}).items():
         terminal.show(record_checks(path, checks), "")
     terminal.show_verdicts(verdicts, why=why)
@@ -170,15 +166,10 @@ def trust_repository(repository: Path, terminal: Terminal) -> None:
 def show(
     run: Run,
     metric: Annotated[
-        Metric | None,
-        typer.Option("--time", metavar="KIND", help="Show speedups of kernel, graph or wall time. Default: graph."),
+        Metric | None, option("--time", "KIND", "Show speedups of kernel, graph or wall time. Default: graph.")
     ] = None,
-    memory: Annotated[
-        bool, typer.Option("--memory", help="Show the peak bytes that a call allocates, in place of times.")
-    ] = False,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Also the details of every gate, and the kernels that ran.")
-    ] = False,
+    memory: Annotated[bool, flag("--memory", "Show the peak bytes that a call allocates, in place of times.")] = False,
+    verbose: Annotated[bool, flag("--verbose -v", "Also the details of every gate, and the kernels that ran.")] = False,
     store: StoreName = None,
     as_json: Json = False,
     csv: Csv = None,
@@ -191,10 +182,6 @@ def show(
       flashmoe show evidence/20261120T235959Z-seed-flash_attention-1a2b3c.json.gz --verbose
       flashmoe show 20261120 --time wall
       flashmoe show 20261120 --csv times.csv
-
-    \b
-    Exit codes:
-      0  shown    2  there is no such run, or it cannot be read
     """
     kind = metric.value if metric else None
     terminal = Terminal(as_json=as_json)
@@ -209,7 +196,7 @@ def show(
     if memory and not memory_rows(record):
         raise InputError("this run counted no memory", hint="gates quick and bench count it, on a GPU")
     if csv is not None:
-        write_csv_file([record], csv)
+        write_file(csv, csv_text([record]))
     comparison = compare_revisions(record) if record.compared else None
     verdicts = [] if comparison else conclude(record, repository, as_recorded=True)
     terminal.show(head_lines(record), "")
@@ -245,11 +232,11 @@ def conclude_now(record: Record, repository: Path | None) -> list[Verdict]:
 
 
 def runs(
-    subject: Annotated[str, typer.Option(metavar="NAME", help="Only runs of this subject.")] = "",
-    suite: Annotated[str, typer.Option(metavar="NAME", help="Only runs of this suite.")] = "",
-    gpu: Annotated[str, typer.Option(metavar="NAME", help="Only runs on a GPU with this in its name.")] = "",
+    subject: Annotated[str, option("", "NAME", "Only runs of this subject.")] = "",
+    suite: Annotated[str, option("", "NAME", "Only runs of this suite.")] = "",
+    gpu: Annotated[str, option("", "NAME", "Only runs on a GPU with this in its name.")] = "",
     since: Since = None,
-    limit: Annotated[int, typer.Option(min=0, metavar="N", help="At most this many, newest first; 0 for all.")] = 20,
+    limit: Annotated[int, option("", "N", "At most this many, newest first; 0 for all.", min=0)] = 20,
     store: StoreName = None,
     as_json: Json = False,
 ) -> None:
@@ -261,10 +248,6 @@ def runs(
     Examples:
       flashmoe runs --gpu H200 --suite seed
       flashmoe runs --since 7d --store ~/runs
-
-    \b
-    Exit codes:
-      0  listed    2  the store cannot be read
     """
     terminal = Terminal(as_json=as_json)
     archive = Archive(Store(store), find_repository())
@@ -287,10 +270,6 @@ def doctor(as_json: Json = False) -> None:
     \b
     Example:
       flashmoe doctor
-
-    \b
-    Exit codes:
-      0  checked: a machine that lacks something is no error
     """
     from ..proof.measure.doctor import check_width, examine
 
@@ -303,7 +282,7 @@ def doctor(as_json: Json = False) -> None:
 
 
 def suites(
-    name: Annotated[str | None, typer.Argument(metavar="SUITE", help="A packaged suite, or a file.")] = None,
+    name: Annotated[str | None, argument("SUITE", "A packaged suite, or a file.")] = None,
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
@@ -314,10 +293,6 @@ def suites(
       flashmoe suites
       flashmoe suites seed
       flashmoe suites suites/mine.toml --trust
-
-    \b
-    Exit codes:
-      0  listed    2  there is no such suite, its file is wrong, or its operator is code that may not run yet
     """
     from ..proof.subject.suites import list_suites, load_suite
 
@@ -364,7 +339,7 @@ def _show_suite(terminal: Terminal, suite: Suite) -> None:
 
 
 def baselines(
-    operator: Annotated[str, typer.Option(metavar="NAME", help="Baselines of this operator.")] = "attention",
+    operator: Annotated[str, option("", "NAME", "Baselines of this operator.")] = "attention",
     as_json: Json = False,
 ) -> None:
     """List the baselines of an operator, each tried in a process of its own: its version, or why it cannot run here.
@@ -372,10 +347,6 @@ def baselines(
     \b
     Example:
       flashmoe baselines
-
-    \b
-    Exit codes:
-      0  listed    2  there is no such operator
     """
     from ..proof.measure.baselines import available_baselines
     from ..proof.subject.loading import load_operator
@@ -391,13 +362,13 @@ def baselines(
 def readme(
     paths: Annotated[
         list[Path] | None,
-        typer.Argument(
-            metavar="FILE",
-            help="Default: README.md of this repository, and the pages below docs/ that have marks.",
+        argument(
+            "FILE",
+            "Default: README.md of this repository, and the pages below docs/ that have marks.",
             show_default=False,
         ),
     ] = None,
-    check: Annotated[bool, typer.Option("--check", help="Write nothing; say whether the tables are current.")] = False,
+    check: Annotated[bool, flag("--check", "Write nothing; say whether the tables are current.")] = False,
     as_json: Json = False,
 ) -> None:
     """Write the tables of speeds, made from claims/ and evidence/, between two marks in README.md and other pages.

@@ -23,7 +23,6 @@ from rich.theme import Theme
 
 from ..errors import EvidenceError, FlashmoeError, InputError
 from ..proof.judge.judge import Verdict
-from ..proof.judge.rows import write_csv
 from ..proof.records.evidence import Gate, Record
 from ..proof.report.terminal import gate_lines, last_lines, verdict_lines
 from ..proof.text import defused, foreign
@@ -128,11 +127,8 @@ class Terminal:
 
     def show_verdicts(self, verdicts: Sequence[Verdict], *, why: bool = False) -> None:
         """Print a line, or on a terminal a paragraph, for every verdict; in a pipe each line says everything."""
-        said: set[str] = set()
         for verdict in verdicts:
-            self.show(verdict_lines(verdict, why=why, one_line=not self.out.is_terminal, said=said))
-            if self.out.is_terminal:
-                said.update(verdict.notes)
+            self.show(verdict_lines(verdict, why=why, one_line=not self.out.is_terminal))
 
     def show_conclusion(self, record: Record, verdicts: Sequence[Verdict]) -> None:
         """Print the verdict and its reason: on the claims, or how far the chain came."""
@@ -163,15 +159,6 @@ def as_plain(model: BaseModel) -> dict[str, Any]:
     """Return a record or a verdict as plain JSON values, infinite errors included."""
     plain: dict[str, Any] = json.loads(model.model_dump_json())
     return plain
-
-
-def write_csv_file(records: Sequence[Record], path: Path) -> None:
-    """Write the rows of ``records`` to ``path``."""
-    try:
-        with path.open("w", encoding="utf-8", newline="") as file:
-            write_csv(records, file)
-    except OSError as error:
-        raise EvidenceError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def check_writable(path: Path | None, *, makes_folder: bool = False) -> None:

@@ -18,11 +18,10 @@ from pydantic import Field
 from ...errors import EvidenceError, TooFewRoundsError
 from ..judge.comparable import check_comparable, common_baseline
 from ..judge.familywise import comparison_intervals, unpaired_intervals
-from ..judge.judge import check_control, paired_log_ratios
+from ..judge.judge import check_control, paired_log_ratios, sanity_failure
 from ..judge.rows import kinds_measured
-from ..judge.sanity import failed_gate, sanity_failure
-from ..judge.statistics import Interval, suite_interval
-from ..records.evidence import CaseRecord, GateStatus, Model, Record, TimeKind
+from ..judge.statistics import Interval
+from ..records.evidence import CaseRecord, GateStatus, Model, Record, TimeKind, failed_gate
 from ..text import counted
 
 # The smallest effect that matters, where nothing else is said. For two runs it has to cover what runs vary by: two
@@ -72,7 +71,6 @@ class Comparison(Model):
     effect: Effect
     reason: str
     cases: list[CaseComparison] = Field(default_factory=list)
-    geometric_means: dict[TimeKind, Interval] = Field(default_factory=dict)  # beside the cases; it decides nothing
     gate_failed: str | None = None
     notes: list[str] = Field(default_factory=list)
 
@@ -145,7 +143,6 @@ def compare_revisions(
         effect=effect,
         reason=reason,
         cases=cases,
-        geometric_means={kind: mean for kind in kinds if (mean := _paired_mean(record, kind, cases))},
         notes=[] if record.complete else [f"the run is incomplete: {record.incomplete_reason}"],
     )
 
@@ -295,20 +292,6 @@ def _values(case: CaseRecord, kind: TimeKind, subject: str, baseline: str) -> Ma
         for process, seconds in zip(rounds.process, rounds.seconds.get(kind, {}).get(subject, []), strict=False):
             groups.setdefault((index, process), []).append(math.log(seconds))
     return groups
-
-
-def _paired_mean(record: Record, kind: TimeKind, cases: Sequence[CaseComparison]) -> Interval | None:
-    """Return the geometric mean of the ratios over all cases, or None where a case lacks one or is the only one."""
-    assert record.compared is not None
-    if len(record.cases) < 2 or any(case.ratio is None for case in cases if case.metric == kind):
-        return None
-    a, b = record.compared.a.arm, record.compared.b.arm
-    found = [paired_log_ratios(case, kind, a, b) for case in record.cases]
-    processes = sorted({process for groups in found for process in groups})
-    mean = suite_interval([[groups.get(process, []) for process in processes] for groups in found])
-    # Every case may be off by what its control shows, all in one direction.
-    biases = check_control(record, kind).biases
-    return mean.widened(sum(biases.values()) / len(found)).exp()
 
 
 def _not_possible(record: Record) -> str:

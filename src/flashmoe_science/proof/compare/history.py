@@ -11,8 +11,7 @@ from pydantic import Field
 
 from ...errors import EvidenceError, TooFewRoundsError
 from ..judge.comparable import describe_change, traits
-from ..judge.judge import paired_log_ratios
-from ..judge.sanity import sanity_failure
+from ..judge.judge import paired_log_ratios, sanity_failure
 from ..judge.statistics import Interval, hodges_lehmann, shift_interval
 from ..records.evidence import CaseRecord, Model, Record, TimeKind
 from ..subject.loading import same_entry
@@ -70,9 +69,7 @@ def look_back(records: Sequence[Record], metric: TimeKind, *, case: str | None =
         case: only this case. Default: the geometric mean of the cases that all runs have.
         level: the chance of a false alarm in a series without change.
 
-    Raises:
-        TooFewRoundsError: no run has times of a GPU.
-        EvidenceError: no run that counts has these times of the newest run's suite and baseline.
+    Raises ``TooFewRoundsError`` where no run has times of a GPU, and ``EvidenceError`` where none counts.
     """
     if records and all(record.environment.gpu is None for record in records):
         what = f"{counted(len(records), 'run')} of {records[0].subject.name}"

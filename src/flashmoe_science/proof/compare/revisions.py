@@ -18,7 +18,7 @@ from pathlib import Path
 from ...errors import FlashmoeError, ProofError, SubjectError
 from ..cost.cost import RunSize
 from ..gates import Progress, ProveRequest, Run, RunMeter, prove
-from ..records.evidence import Compared, Gate, GateName, GateStatus, Record, Revision
+from ..records.evidence import Compared, Gate, GateName, Record, Revision
 from ..records.git import git
 from ..subject.loading import builtin_names, load_operator, load_subject
 from ..subject.registry import is_user_defined
@@ -66,8 +66,7 @@ def has_uncommitted_changes(repository: Path) -> bool:
 def checked_out(repository: Path, a: Asked, b: Asked) -> Iterator[tuple[Checkout, Checkout]]:
     """Check both revisions out, each into a working tree of its own, and remove them in the end.
 
-    Raises:
-        ProofError: git cannot check one of them out.
+    Raises ``ProofError``: git cannot check one of them out.
     """
     shared = Path(tempfile.mkdtemp(prefix="flashmoe-compare-")).resolve()
     try:
@@ -202,21 +201,14 @@ def prove_revisions(
 ) -> Record:
     """Take revision A through the gates up to correct, then B through all of them with A as its baseline.
 
-    Where A fails, B still runs up to gate correct, and nothing is timed.
+    Where A fails, B still runs up to gate correct, and nothing is timed. The record is that of B, with A's gates.
 
     Args:
         request: its subject is B's, from ``subjects_at``. Its baselines are not used.
         tolerance: the smallest effect that matters.
         progress: gets the progress of the gates.
         announce: gets a line before each revision.
-        save: gets the record after every gate of either revision and every measured case.
-
-    Returns:
-        The record of B, which holds A's gates too.
-
-    Raises:
-        ProofError: the request cannot be carried out.
-        KeyboardInterrupt: after the finished part of both has been saved.
+        save: gets the record after every gate of either revision and every measured case, an interrupted one too.
     """
     b, a = request.subject, request.subject.baseline
     assert a is not None
@@ -230,7 +222,7 @@ def prove_revisions(
     alone = replace(request, subject=a, baselines=[], until=_CHECKED_BEFORE_TIMING, repository=a.checkout.root)
     with _path_restored():
         first = prove(alone, progress=progress, save=lambda found: save(comparison.before_b(found)))
-    if any(gate.status is GateStatus.FAILED for gate in first.gates):
+    if first.failed_gate:
         second = replace(second, until=_CHECKED_BEFORE_TIMING)
     elif not first.complete:  # its budget ended it, and B may not spend what A lacked
         second = replace(second, until=_LAST_WITHOUT_GPU)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -21,24 +22,17 @@ from ..records.store import Archive
 from ..records.toml_files import read_toml
 from ..text import counted
 
-# Seconds of the rough model, within a factor of two of the runs in evidence/ on an H200 (a test checks it): start of a
-# worker; recorder of launches; loading and compiling per kind of problem and arm; warm-up and calls per case and arm.
-# fp64 references and long calls cost extra per TFLOP beyond the first of a case.
-_START = 3.0
-_RECORDER = 5.0
-_KIND_OF_ARM = 0.4
-_KIND_OF_ARM_LAUNCHED = 0.42
-_LAUNCH_OF_ARM = 0.046
-_CORRECT_START = 4.0
-_CORRECT_OF_CASE = 0.28
-_CORRECT_OF_TFLOP = 0.25
-_SETTING_UP_ARM = 0.1
-_ROUND_OF_ARM = 0.022
-_ANSWERS_OF_TFLOP = 0.15
-_ROUND_OF_TFLOP = 0.005
+# The rough model, within a factor of two of the runs in evidence/ on an H200 (a test checks it), in seconds: of a
+# process; of each kind of problem and arm, which compiles; of each case and arm, before and for each round; and of each
+# TFLOP beyond the first of a case, before and, for each arm, in each round. Gate correct knows no arms.
+_MODEL: dict[GateName, tuple[float, float, float, float, float, float]] = {
+    "launch": (8.0, 0.42, 0.046, 0.0, 0.0, 0.0),
+    "correct": (4.0, 0.0, 0.28, 0.0, 0.25, 0.0),
+    "quick": (3.0, 0.4, 0.1, 0.022, 0.15, 0.005),
+    "bench": (3.0, 0.4, 0.1, 0.022, 0.15, 0.005),
+}
 _QUICK_ROUNDS = 5
 _WALL_ONLY = 1 / 3  # of setting up and of a round, where only wall time is taken
-
 _HISTORY = 10  # runs at most: the code changes, and old ones say little
 # Problems that differ in these alone are of one kind: a library compiles and chooses once for all of them.
 _LENGTHS = frozenset(("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "lengths", "lengths_k", "tokens"))
@@ -134,8 +128,7 @@ def past_run(record: Record) -> PastRun | None:
 def past_runs(archive: Archive, record: Record) -> list[PastRun]:
     """Return the newest runs of the same subject, suite and GPU. Broken files are left out.
 
-    Raises:
-        EvidenceError: the store cannot be read.
+    Raises ``EvidenceError``: the store cannot be read.
     """
     gpu = record.environment.gpu
     if gpu is None:
@@ -155,24 +148,15 @@ def model_seconds(gate: GateName, size: RunSize) -> float:
     """Return how long ``gate`` holds a GPU by the rough model."""
     if size.cases == 0 or gate not in size.gates:
         return 0.0
-    if gate == "quick":  # subject, first baseline, control
-        size = replace(size, arms=min(size.arms, 3))
-    if gate == "launch":  # no control
-        size = replace(size, arms=max(1, size.arms - 1))
-    kinds = min(size.kinds, size.cases) * size.arms
-    process = _START + kinds * _KIND_OF_ARM
-    beyond = max(0.0, size.tflop - size.cases)  # one TFLOP a case is in the figures of a case
-    answers = beyond * _ANSWERS_OF_TFLOP
-    if gate == "launch":
-        return _START + _RECORDER + kinds * _KIND_OF_ARM_LAUNCHED + size.cases * size.arms * _LAUNCH_OF_ARM
-    if gate == "correct":
-        return _CORRECT_START + size.cases * _CORRECT_OF_CASE + beyond * _CORRECT_OF_TFLOP
-    share = _WALL_ONLY if size.wall_only else 1.0
-    round_of_cell = _ROUND_OF_ARM * share + beyond / size.cases * _ROUND_OF_TFLOP
-    if gate == "quick":
-        return process + answers + size.cases * size.arms * (_SETTING_UP_ARM * share + _QUICK_ROUNDS * round_of_cell)
-    cell = answers / size.cases + size.arms * (_SETTING_UP_ARM * share + size.rounds * round_of_cell)
-    return size.workers * process + size.cells * cell
+    start, kind, case, case_round, tflop, tflop_round = _MODEL[gate]
+    # Launch has no control; quick the subject, the first baseline and its control.
+    arms = {"launch": max(1, size.arms - 1), "correct": 1, "quick": min(size.arms, 3)}.get(gate, size.arms)
+    rounds = size.rounds if gate == "bench" else _QUICK_ROUNDS
+    share = _WALL_ONLY if size.wall_only and gate in ("quick", "bench") else 1.0
+    beyond = max(0.0, size.tflop / size.cases - 1)  # one TFLOP a case is in the figures of a case
+    cell = arms * share * (case + rounds * case_round) + beyond * (tflop + arms * rounds * tflop_round)
+    workers, cells = (size.workers, size.cells) if gate == "bench" else (1, size.cases)
+    return workers * (start + min(size.kinds, size.cases) * arms * kind) + cells * cell
 
 
 def estimate(size: RunSize, history: Sequence[PastRun]) -> Estimate:
@@ -271,8 +255,7 @@ class Rates:
 def load_rates(repository: Path | None) -> Rates:
     """Return the prices of the repository's ``rates.toml``, then the user's, then the packaged one.
 
-    Raises:
-        RatesError: a file is wrong; names file, key and what was expected.
+    Raises ``RatesError``: a file is wrong; names file, key and what was expected.
     """
     config = user_folder("XDG_CONFIG_HOME", ".config")
     asked = [*([repository / FILE_NAME] if repository else []), config / "flashmoe" / FILE_NAME, PACKAGED]
@@ -283,8 +266,7 @@ def load_rates(repository: Path | None) -> Rates:
 def rate_for(rates: Rates, gpu: str, budget: float | None) -> float | None:
     """Return the price of an hour of a GPU, or None where it is not known.
 
-    Raises:
-        ProofError: there is a budget, which needs the price.
+    Raises ``ProofError``: there is a budget, which needs the price.
     """
     rate = rates.dollars_per_hour(gpu)
     if budget is not None and rate is None:
@@ -305,6 +287,38 @@ class Bill:
     def dollars(self, gpu_seconds: float) -> float | None:
         """Return the price of so much time, or None where no rate is known."""
         return None if self.dollars_per_hour is None else dollars(gpu_seconds, self.dollars_per_hour)
+
+    def announcement(self) -> str:
+        """Return the estimated cost of a run, and its source."""
+        assert self.estimate is not None  # it is announced when it was made
+        seconds = self.estimate.total
+        price = f" at {format_dollars(self.dollars_per_hour)} an hour" if self.dollars_per_hour is not None else ""
+        return f"cost: about {self._priced(seconds, price)}, by {self.estimate.source}"
+
+    def receipt(self) -> str:
+        """Return the cost of a run."""
+        text = f"cost: {self._priced(self.spent_seconds or 0.0)}"
+        if self.estimate is None:
+            return text
+        about = self.dollars(self.estimate.total)
+        return f"{text}; estimated {format_duration(self.estimate.total) if about is None else format_dollars(about)}"
+
+    def _priced(self, seconds: float, price: str = "") -> str:
+        amount, time = self.dollars(seconds), f"{format_duration(seconds)} of {self.gpu}{price}"
+        return f"{time} (no rate for it in rates.toml)" if amount is None else f"{format_dollars(amount)} ({time})"
+
+    def as_plain(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        spent, expected = self.spent_seconds or 0.0, self.estimate
+        about = expected and {
+            "gpu_seconds": expected.total,
+            "dollars": self.dollars(expected.total),
+            "gates": dict(expected.gpu_seconds),
+            "source": expected.source,
+            "runs": expected.runs,
+        }
+        price = {"gpu": self.gpu, "dollars_per_hour": self.dollars_per_hour}
+        return {**price, "gpu_seconds": spent, "dollars": self.dollars(spent), "estimate": about}
 
 
 class Meter:
@@ -335,8 +349,7 @@ class Meter:
     def start(self, record: Record, size: RunSize) -> None:
         """Take note of the run that begins. Each revision of a comparison begins one; the bill adds them up.
 
-        Raises:
-            ProofError: it has a budget, and its GPU no rate.
+        Raises ``ProofError``: it has a budget, and its GPU no rate.
         """
         gpu = record.environment.gpu
         if gpu is None or not size.gates:

@@ -116,16 +116,10 @@ def common_baseline(a: Record, b: Record) -> str:
 
 
 def check_comparable(a: Record, b: Record, kinds: Sequence[TimeKind], *, allowed: Iterable[str] = ()) -> list[str]:
-    """Return a note for each field that differs on purpose.
+    """Return a note for each field that differs on purpose: one of ``allowed``.
 
-    Args:
-        a: One run.
-        b: The other.
-        kinds: The times to compare: CPU and Python count for wall time only.
-        allowed: Fields that may differ.
-
-    Raises:
-        EvidenceError: a field differs that may not, or an unknown one is allowed.
+    CPU and Python count for wall time only. Raises ``EvidenceError``: a field differs that may not, or an unknown one
+    is allowed.
     """
     allowed = list(allowed)
     if unknown := [name for name in allowed if name not in ALLOWED]:

@@ -6,15 +6,15 @@ the places. They cannot find a record that was made up with care: ``docs/explana
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import itertools
 import math
 import posixpath
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import partial
+from itertools import combinations, compress
 from pathlib import Path
 from statistics import median
 from typing import Literal
@@ -23,7 +23,7 @@ from ...errors import EvidenceError, FlashmoeError, InputError, ProofError
 from ...gpu.specs import find_gpu, shared_memory_limit
 from ..measure.schedule import KERNEL_CALLS, balanced_orders, known_set_counts, rounds_seed
 from ..records.begun import BegunRun
-from ..records.evidence import CLOCK_SKEW, CaseRecord, GateStatus, Record, Rounds, TimeKind
+from ..records.evidence import CLOCK_SKEW, CaseRecord, GateStatus, Gpu, Record, Rounds, TimeKind
 from ..records.git import git, is_commit, read_objects
 from ..records.signing import SignatureError, envelope_of, signer_of
 from ..subject.loading import load_operator
@@ -31,7 +31,6 @@ from ..subject.registry import is_user_defined
 from .roofline import known_spec
 
 Result = Literal["passed", "contradiction", "not checked"]
-
 _FEWEST_COMPARED = 6  # samples: fewer can be equal by chance where a clock is coarse
 _MOST_EQUAL = 0.5  # of a control's samples; 0.27 was the most of 12,000 real columns
 _CONSTANT = 1e-9  # range of a log-ratio that does not vary: real ones have 1e-3 and more
@@ -43,7 +42,6 @@ _MOST_THREADS, _MOST_REGISTERS = 1024, 255  # of a block, and of a thread, on ev
 _SLACK_S = 1.0
 _COMMIT_SKEW = timedelta(minutes=10)  # of the clocks of two machines
 _MOMENT_OF_ID = re.compile(r"(\d{8}T\d{6})Z-")
-
 
 SIGNATURE = "signature"  # the name of the check
 SIGNERS = "evidence/allowed_signers"
@@ -115,26 +113,24 @@ class Consistency:
         except UncheckedError as why:
             note = f"its sources and its date were not compared with git: {why}" if why.is_note else ""
             return [Check(name, "not checked", str(why), note) for name in _WITH_GIT]
-        return [_run(name, functools.partial(check, at_commit), record) for name, check in _WITH_GIT.items()]
+        return [_run(name, partial(check, at_commit), record) for name, check in _WITH_GIT.items()]
 
     def _check_signature(self, record: Record) -> Check:
-        """Return who signed the record."""
         path = next((path for path, other in self._records.items() if other.id == record.id), None)
-        file = self._repository / path if self._repository is not None and path is not None else None
-        if file is None or self._repository is None or not envelope_of(file).is_file():
+        if self._repository is None or path is None or not envelope_of(self._repository / path).is_file():
             return Check(SIGNATURE, "not checked", "it is not signed")
         signers = self._repository / SIGNERS
         if not signers.is_file():
             return Check(SIGNATURE, "not checked", f"nobody said who may sign: there is no {SIGNERS}")
         try:
-            return Check(SIGNATURE, "passed", f"signed by {signer_of(file, signers)}")
+            return Check(SIGNATURE, "passed", f"signed by {signer_of(self._repository / path, signers)}")
         except SignatureError as error:
             return Check(SIGNATURE, "contradiction", str(error))
         except EvidenceError as error:
             return Check(SIGNATURE, "not checked", str(error).partition("\n")[0])
 
-    def _copied_runs(self, record: Record) -> str:
-        """Return which column of samples another run has too."""
+    def _copied_runs(self, record: Record) -> _Found:
+        """Find columns of samples that another run has too."""
         if self._columns is None:
             self._columns = {}
             for other in self._records.values():
@@ -143,20 +139,19 @@ class Consistency:
         for key, here in _columns(record):
             for there in self._columns.get(key, ()):
                 if not _are_related(record, there.record) and here.is_copy_of(there):
-                    return f"{here} has the samples of {there} in run {there.record.id}"
-        return ""
+                    yield f"{here} has the samples of {there} in run {there.record.id}"
 
-    def _line_of(self, record: Record) -> str:
+    def _line_of(self, record: Record) -> _Found:
         """Compare the record with its line of the ledger of runs begun, which no other run may name."""
         if record.begun is None:
             raise UncheckedError("it is of before the ledger of runs begun, or of another machine's")
         for other in self._records.values():
             if other.id != record.id and other.begun is not None and other.begun.line == record.begun.line:
-                return f"run {other.id} has the same line of the ledger of runs begun"
-        if not self.begun or self.begun[0][0] != record.begun.ledger:
-            return ""  # the ledger is elsewhere
-        line = dict(self.begun).get(record.begun.line)
-        return "the ledger of runs begun lacks its line: it was taken out" if line is None else line.difference(record)
+                yield f"run {other.id} has the same line of the ledger of runs begun"
+        if self.begun and self.begun[0][0] == record.begun.ledger:  # else the ledger is elsewhere
+            line = dict(self.begun).get(record.begun.line)
+            lacking = "the ledger of runs begun lacks its line: it was taken out"
+            yield lacking if line is None else line.difference(record)
 
 
 def _are_related(one: Record, other: Record) -> bool:
@@ -170,15 +165,18 @@ def check_alone(record: Record) -> list[Check]:
     return [_run(name, check, record) for name, check in _OF_A_RECORD.items()]
 
 
-def _run(name: str, check: Callable[[Record], str], record: Record) -> Check:
+_Found = Iterator[str]  # what contradicts what; an empty text is nothing
+
+
+def _run(name: str, check: Callable[[Record], _Found], record: Record) -> Check:
     try:
-        said = check(record)
+        said = next(filter(None, check(record)), "")
     except UncheckedError as why:
         return Check(name, "not checked", str(why), str(why) if why.is_note else "")
     return Check(name, "contradiction", said) if said else Check(name, "passed")
 
 
-def _work(record: Record) -> str:
+def _work(record: Record) -> _Found:
     """Compare the work of each case with that of its problem, as the operator counts it."""
     if is_user_defined(record.subject.operator):
         raise UncheckedError(f"operator {record.subject.operator} is code of a repository, which does not run here")
@@ -187,113 +185,109 @@ def _work(record: Record) -> str:
         try:
             problem = operator.parse_case(case.problem)
         except FlashmoeError as error:
-            return f"case {case.name}: its problem is none of operator {record.subject.operator}: {error}"
+            yield f"case {case.name}: its problem is none of operator {record.subject.operator}: {error}"
+            return
         work, said = operator.work(problem), case.work
-        pairs = {"flops": work.flops, "bytes": work.bytes, "tokens": work.tokens}
-        for name, value in pairs.items():
-            if getattr(said, name) != value:
-                return f"case {case.name}: it says {getattr(said, name):g} {name}, and its problem needs {value:g}"
+        for name in ("flops", "bytes", "tokens"):
+            if (value := getattr(work, name)) != getattr(said, name):
+                yield f"case {case.name}: it says {getattr(said, name):g} {name}, and its problem needs {value:g}"
         if said.peak not in ("", peak := operator.peak_tflops_key(problem)):
-            return f"case {case.name}: it says that {said.peak} bounds it, and its problem that {peak} does"
-    return ""
+            yield f"case {case.name}: it says that {said.peak} bounds it, and its problem that {peak} does"
 
 
-def _samples(record: Record) -> str:
+def _samples(record: Record) -> _Found:
     """Compare the number of rounds, processes and kinds of time with the settings."""
     settings = record.settings
     most = settings.processes * (1 if settings.width is None else 2)
+    for case, rounds in _all_rounds(record):
+        for kind in rounds.seconds:
+            if kind not in settings.times:
+                yield f"case {case.name} has {kind} times, which the settings did not ask for"
     for case in record.cases:
-        for rounds in case.rounds:
-            if other := [kind for kind in rounds.seconds if kind not in settings.times]:
-                return f"case {case.name} has {other[0]} times, which the settings did not ask for"
         for mode, cells in _cells(record, case).items():
             told = f"case {case.name}, {'+'.join(mode)} time"
-            if wrong := [p for p in cells if not 0 <= p < most]:
-                return f"{told}: it has process {wrong[0]}, and the settings have {settings.processes}"
             for process, rows in cells.items():
+                if not 0 <= process < most:
+                    yield f"{told}: it has process {process}, and the settings have {settings.processes}"
                 if len(rows) != settings.rounds:
                     said = f"has {len(rows)} rounds, and the settings have {settings.rounds}"
-                    return f"{told}: process {process} {said}"
-            lacking = [p for p in range(settings.processes) if p not in cells]
-            if record.complete and lacking:
-                return f"{told}: process {lacking[0]} of {settings.processes} is missing in a complete run"
-    return ""
+                    yield f"{told}: process {process} {said}"
+            for process in range(settings.processes):
+                if record.complete and process not in cells:
+                    yield f"{told}: process {process} of {settings.processes} is missing in a complete run"
 
 
-def _arms(record: Record) -> str:
+def _arms(record: Record) -> _Found:
     """Compare which arms are said to be measured with those that have samples."""
-    for case in record.cases:
-        for rounds in case.rounds:
-            for kind, columns in rounds.seconds.items():
-                known = {arm.name: arm.status for arm in case.arms}
-                for name in columns:
-                    if name not in known:
-                        return f"case {case.name}: {name} has {kind} times and is no arm of it"
-                measured = [name for name, status in known.items() if status == "measured"]
-                if lacking := [name for name in measured if name not in columns]:
-                    return f"case {case.name}: {lacking[0]} is said to be measured and has no {kind} times"
-    return ""
+    for case, rounds in _all_rounds(record):
+        status = {arm.name: arm.status for arm in case.arms}
+        for kind, columns in rounds.seconds.items():
+            for name in columns:
+                if name not in status:
+                    yield f"case {case.name}: {name} has {kind} times and is no arm of it"
+            for name, said in status.items():
+                if said == "measured" and name not in columns:
+                    yield f"case {case.name}: {name} is said to be measured and has no {kind} times"
 
 
-def _accuracy(record: Record) -> str:
+def _accuracy(record: Record) -> _Found:
     """Compare the errors of arms with samples with their budgets."""
     for case in record.cases:
-        if not case.rounds:
-            continue
-        for arm in case.arms:
+        for arm in case.arms if case.rounds else ():
             if arm.status != "measured":
                 continue
-            if arm.accuracy is None:
-                if arm.role == "subject":
-                    return f"case {case.name}: {arm.name} was measured and has no error"
-                continue
-            for output in (arm.accuracy, *arm.accuracy.outputs.values()):
+            if arm.accuracy is None and arm.role == "subject":
+                yield f"case {case.name}: {arm.name} was measured and has no error"
+            for output in (arm.accuracy, *arm.accuracy.outputs.values()) if arm.accuracy else ():
                 shares = (output.share, output.element_share or 0.0, output.row_share or 0.0)
                 if not all(share <= 1.0 for share in shares) or not math.isfinite(output.budget):
                     what = f"an error of {output.max_error:.3g}, {output.share:.3g} times its budget"
-                    return f"case {case.name}: {arm.name} was measured and has {what}"
-    return ""
+                    yield f"case {case.name}: {arm.name} was measured and has {what}"
 
 
-def _orders(record: Record) -> str:
+def _orders(record: Record) -> _Found:
     """Compare the orders of arms with those that the seed gives."""
     settings = record.settings
     for case in record.cases:
         for mode, cells in _cells(record, case).items():
             for process, rows in cells.items():
                 names = [arm.name for arm in case.arms if arm.name in rows[0]]
+                if not names:
+                    yield f"case {case.name}, process {process}: its orders name none of its arms"
+                    continue
                 seed = rounds_seed(settings.seed, case.name, process, mode, method=settings.method)
-                expected = balanced_orders(names, len(rows), seed=seed) if names else []
+                expected = balanced_orders(names, len(rows), seed=seed)
                 for number, (row, order) in enumerate(zip(rows, expected, strict=False)):
                     if row != order:
                         what = f"round {number} ran {', '.join(row)}, and the seed gives {', '.join(order)}"
-                        return f"case {case.name}, process {process}: {what}"
-                if not names:
-                    return f"case {case.name}, process {process}: its orders name none of its arms"
-    return ""
+                        yield f"case {case.name}, process {process}: {what}"
 
 
-def _sensors(record: Record) -> str:
+def _sensors(record: Record) -> _Found:
     """Compare what the card is and what its sensors read with what its model can be."""
-    gpu = record.environment.gpu
-    if gpu is None:
-        raise UncheckedError("no GPU")
+    gpu = _gpu_of(record)
     try:
         most = find_gpu(gpu.name).sms
     except InputError:
         most = gpu.sms
     if gpu.sms > most:
-        return f"it has {gpu.sms} SMs, and {gpu.name} has at most {most}"
+        yield f"it has {gpu.sms} SMs, and {gpu.name} has at most {most}"
     for case, rounds in _all_rounds(record):
-        if odd := [degrees for degrees in rounds.temperature_c if degrees is not None and not 0 < degrees < 125]:
-            return f"case {case.name}: the card had {odd[0]} degrees Celsius"
+        for degrees in rounds.temperature_c:
+            if degrees is not None and not 0 < degrees < 125:
+                yield f"case {case.name}: the card had {degrees} degrees Celsius"
         power = max((watts for watts in rounds.power_w if watts is not None), default=0.0)
         if gpu.power_limit_w and power > _MOST_POWER * gpu.power_limit_w:
-            return f"case {case.name}: the card took {power:g} W, and its limit is {gpu.power_limit_w:g} W"
-    return ""
+            yield f"case {case.name}: the card took {power:g} W, and its limit is {gpu.power_limit_w:g} W"
 
 
-def _clocks(record: Record) -> str:
+def _gpu_of(record: Record) -> Gpu:
+    if record.environment.gpu is None:
+        raise UncheckedError("no GPU")
+    return record.environment.gpu
+
+
+def _clocks(record: Record) -> _Found:
     """Compare clocks with the card's highest, and times with what the card can do at these clocks."""
     gpu = record.environment.gpu
     if gpu is None or not any(case.rounds for case in record.cases):
@@ -309,33 +303,23 @@ def _clocks(record: Record) -> str:
         if not clocks:
             continue
         if gpu.max_sm_clock_mhz is not None and max(clocks) > highest:  # boards may be faster than their model
-            return f"case {case.name}: a clock of {max(clocks)} MHz, and the card's highest is {highest} MHz"
+            yield f"case {case.name}: a clock of {max(clocks)} MHz, and the card's highest is {highest} MHz"
         if (middle := median(clocks)) < _FEWEST_CLOCK * highest:
             reasons = sorted({reason for reason in rounds.throttle if reason}) or ["no reason given"]
             told = f"{middle:g} of {highest} MHz ({', '.join(reasons)})"
-            return f"case {case.name}: the clock was {told}, so its times are not those of a {gpu.name}"
-        if beaten := _beaten_at(record, case, rounds, max(clocks)):
-            return beaten
-    return ""
-
-
-def _beaten_at(record: Record, case: CaseRecord, rounds: Rounds, clock: int) -> str:
-    """Return which arm is faster than the card can compute at its clock, or an empty text."""
-    spec = known_spec(record.environment.gpu) if record.environment.gpu else None
-    if spec is None or not case.work.flops:
-        return ""
-    peak = spec.peak_tflops.get(case.work.peak, max(spec.peak_tflops.values())) * 1e12
-    fewest = case.work.flops / (peak * clock / spec.boost_sm_clock_mhz)
-    arms = {arm.name for arm in case.arms if arm.status == "measured"}
-    for kind, columns in rounds.seconds.items():
-        for arm, column in columns.items():
+            yield f"case {case.name}: the clock was {told}, so its times are not those of a {gpu.name}"
+        if spec is None or not case.work.flops:
+            continue
+        peak = spec.peak_tflops.get(case.work.peak, max(spec.peak_tflops.values())) * 1e12
+        fewest = case.work.flops / (peak * max(clocks) / spec.boost_sm_clock_mhz)
+        arms = {arm.name for arm in case.arms if arm.status == "measured"}
+        for kind, arm, column in _arm_columns(rounds):
             if arm in arms and column and median(column) < fewest:
                 took = f"{arm} took {median(column) * 1e6:.3g} us of {kind} time"
-                return f"case {case.name}: {took}, and {clock} MHz need at least {fewest * 1e6:.3g} us"
-    return ""
+                yield f"case {case.name}: {took}, and {max(clocks)} MHz need at least {fewest * 1e6:.3g} us"
 
 
-def _gates(record: Record) -> str:
+def _gates(record: Record) -> _Found:
     """Compare the time of each passed gate with what it had to do."""
     samples = sum(_sampled_seconds(rounds) for _, rounds in _all_rounds(record))
     for gate in record.gates:
@@ -343,155 +327,134 @@ def _gates(record: Record) -> str:
         if gate.status is not GateStatus.PASSED or kept:
             continue
         if not gate.seconds > 0:
-            return f"gate {gate.name} passed in {gate.seconds:g} s"
+            yield f"gate {gate.name} passed in {gate.seconds:g} s"
         if not 0 <= gate.gpu_seconds <= gate.seconds + _SLACK_S:
-            return f"gate {gate.name} took {gate.seconds:.4g} s and held the GPU for {gate.gpu_seconds:.4g} s"
+            yield f"gate {gate.name} took {gate.seconds:.4g} s and held the GPU for {gate.gpu_seconds:.4g} s"
         if gate.name == "bench" and gate.seconds < samples:
-            return f"gate bench took {gate.seconds:.4g} s, and its samples alone took {samples:.4g} s"
-    return ""
+            yield f"gate bench took {gate.seconds:.4g} s, and its samples alone took {samples:.4g} s"
 
 
 def _sampled_seconds(rounds: Rounds) -> float:
     """Return how long the calls behind these samples took at the least, of those that the run took itself."""
     own = [session == 0 for session in rounds.session] or [True] * len(rounds.process)
-    total = 0.0
-    for kind, columns in rounds.seconds.items():
-        calls = KERNEL_CALLS if kind == "kernel" else 1
-        total += calls * sum(s for column in columns.values() for s in itertools.compress(column, own))
-    return total
+    return sum(
+        (KERNEL_CALLS if kind == "kernel" else 1) * sum(compress(column, own))
+        for kind, _, column in _arm_columns(rounds)
+    )
 
 
-def _inputs(record: Record) -> str:
+def _inputs(record: Record) -> _Found:
     """Compare the number of input sets with their size."""
-    gpu = record.environment.gpu
-    if gpu is None:
-        raise UncheckedError("no GPU")
+    gpu = _gpu_of(record)
     for case in record.cases:
         if case.rounds and case.input_set_bytes:
             needed = known_set_counts(case.input_set_bytes, gpu.l2_bytes, method=record.settings.method)
             if case.input_sets not in needed:
                 sets = f"{case.input_sets} sets of {case.input_set_bytes} bytes"
-                return f"case {case.name}: {sets}, and an L2 of {gpu.l2_bytes} bytes needs {needed[-1]}"
-    return ""
+                yield f"case {case.name}: {sets}, and an L2 of {gpu.l2_bytes} bytes needs {needed[-1]}"
 
 
-def _launches(record: Record) -> str:
+def _launches(record: Record) -> _Found:
     """Compare launches with what a GPU can launch."""
     gpu = record.environment.gpu
     memory = shared_memory_limit(gpu.arch) if gpu else None
-    for case in record.cases:
-        for arm in case.arms:
-            for launch in arm.launches:
-                told = f"case {case.name}: {arm.name} launches {launch.name[:60]}"
-                if not 0 < math.prod(launch.block) <= _MOST_THREADS:
-                    return f"{told} with {math.prod(launch.block)} threads in a block"
-                if not 0 <= launch.registers <= _MOST_REGISTERS:
-                    return f"{told} with {launch.registers} registers in a thread"
-                if memory is not None and not 0 <= launch.shared_memory_bytes <= memory:
-                    return f"{told} with {launch.shared_memory_bytes} bytes of shared memory, at most {memory} fit"
-                if min(launch.grid) < 1 or launch.count < 1:
-                    return f"{told} in a grid of {launch.grid}, {launch.count} times"
-    return ""
+    launched = [(case, arm, launch) for case in record.cases for arm in case.arms for launch in arm.launches]
+    for case, arm, launch in launched:
+        told = f"case {case.name}: {arm.name} launches {launch.name[:60]}"
+        if not 0 < math.prod(launch.block) <= _MOST_THREADS:
+            yield f"{told} with {math.prod(launch.block)} threads in a block"
+        if not 0 <= launch.registers <= _MOST_REGISTERS:
+            yield f"{told} with {launch.registers} registers in a thread"
+        if memory is not None and not 0 <= launch.shared_memory_bytes <= memory:
+            yield f"{told} with {launch.shared_memory_bytes} bytes of shared memory, at most {memory} fit"
+        if min(launch.grid) < 1 or launch.count < 1:
+            yield f"{told} in a grid of {launch.grid}, {launch.count} times"
 
 
-def _copied_processes(record: Record) -> str:
+def _copied_processes(record: Record) -> _Found:
     """Find the samples of one process in another one, or in another case: whole, scaled or in another order."""
     seen: dict[_Key, _Column] = {}
     for key, column in _columns(record):
         if (first := seen.setdefault(key, column)) is not column and column.is_copy_of(first):
-            return f"{column} has the samples of {first}"
+            yield f"{column} has the samples of {first}"
     for case, rounds in _all_rounds(record):  # of few rounds one column says little, and all arms together enough
         whole: dict[tuple[float, ...], int] = {}
-        for process, values in _processes(rounds).items():
+        for process, picked in _processes(rounds):
+            values = tuple(s for _, _, column in _arm_columns(rounds) for s in compress(column, picked))
             if len(values) >= _FEWEST_COMPARED and (other := whole.setdefault(values, process)) != process:
-                return f"case {case.name}: process {process} has the samples of process {other}, of all arms"
-    return ""
+                yield f"case {case.name}: process {process} has the samples of process {other}, of all arms"
 
 
-def _processes(rounds: Rounds) -> dict[int, tuple[float, ...]]:
-    """Return the samples of each process, of all arms and kinds of time one after another."""
-    columns = [column for arms in rounds.seconds.values() for column in arms.values()]
-    return {
-        process: tuple(
-            s for column in columns for s in itertools.compress(column, [p == process for p in rounds.process])
-        )
-        for process in dict.fromkeys(rounds.process)
-    }
-
-
-def _copied_control(record: Record) -> str:
+def _copied_control(record: Record) -> _Found:
     """Find a control whose times are those of the baseline that it repeats."""
     for case, rounds in _all_rounds(record):
         for control in [arm.name for arm in case.arms if arm.role == "control"]:
             original = control.rpartition("#")[0]
             for kind, columns in rounds.seconds.items():
-                pair = columns.get(control, []), columns.get(original, [])
-                equal = sum(a == b for a, b in zip(*pair, strict=False))
-                if len(pair[0]) >= _FEWEST_COMPARED and equal > _MOST_EQUAL * len(pair[0]):
-                    which = f"{equal} of {len(pair[0])} {kind} times"
-                    return f"case {case.name}: {control} and {original} have {which} in common, to the last bit"
-    return ""
+                times = columns.get(control, [])
+                equal = sum(a == b for a, b in zip(times, columns.get(original, []), strict=False))
+                if len(times) >= _FEWEST_COMPARED and equal > _MOST_EQUAL * len(times):
+                    which = f"{equal} of {len(times)} {kind} times"
+                    yield f"case {case.name}: {control} and {original} have {which} in common, to the last bit"
 
 
-def _copied_arms(record: Record) -> str:
+def _copied_arms(record: Record) -> _Found:
     """Find two arms whose times have one ratio in all rounds: one was made from the other."""
     for case, rounds in _all_rounds(record):
         for kind, columns in rounds.seconds.items():
-            for (one, a), (other, b) in itertools.combinations(columns.items(), 2):
-                if len(a) < _FEWEST_COMPARED or not (min(a) > 0 and min(b) > 0):
-                    continue
-                logs = [math.log(x / y) for x, y in zip(a, b, strict=True)]
-                if max(logs) - min(logs) < _CONSTANT:
-                    ratio = f"{math.exp(logs[0]):.4g} times"
-                    return f"case {case.name}: {one} takes {ratio} the {kind} time of {other} in every round"
-    return ""
+            for (one, a), (other, b) in combinations(columns.items(), 2):
+                if len(a) >= _FEWEST_COMPARED and min(a) > 0 and min(b) > 0:
+                    logs = [math.log(x / y) for x, y in zip(a, b, strict=True)]
+                    if max(logs) - min(logs) < _CONSTANT:
+                        ratio = f"{math.exp(logs[0]):.4g} times"
+                        yield f"case {case.name}: {one} takes {ratio} the {kind} time of {other} in every round"
 
 
-def _dates(record: Record) -> str:
+def _dates(record: Record) -> _Found:
     """Compare the moment of the run with the one in its id, and with those of the runs that it goes on with."""
-    found = _MOMENT_OF_ID.match(record.id)
     made = record.created_at
-    if found is not None:
-        words = f"{made:%Y%m%dT%H%M%S}"
-        apart = abs(_seconds_of(found[1]) - _seconds_of(words))
-        if apart > CLOCK_SKEW.total_seconds():
-            return f"its id is of {found[1]}Z, and it was made at {words}Z"
+    words = f"{made:%Y%m%dT%H%M%S}"
+    found = _MOMENT_OF_ID.match(record.id)
+    if found and abs(_seconds_of(found[1]) - _seconds_of(words)) > CLOCK_SKEW.total_seconds():
+        yield f"its id is of {found[1]}Z, and it was made at {words}Z"
     for resumed in record.resumed:
         if resumed.created_at > made + CLOCK_SKEW:
-            return f"it goes on with run {resumed.run}, which is younger"
-    return ""
+            yield f"it goes on with run {resumed.run}, which is younger"
 
 
 def _seconds_of(moment: str) -> float:
     return datetime.strptime(f"{moment}+0000", "%Y%m%dT%H%M%S%z").timestamp()
 
 
-def _commit(at_commit: _AtCommit, record: Record) -> str:
+def _commit(at_commit: _AtCommit, record: Record) -> _Found:
     """Compare the moment of the run with that of the commit that it names."""
     found = re.search(rb"^committer .*> (\d+) ", at_commit.commit, re.MULTILINE)
+    early = int(found[1]) - record.created_at.timestamp() if found else 0.0
     if found is None:
-        return f"{record.tree.commit} is no commit"
-    early = int(found[1]) - record.created_at.timestamp()
+        yield f"{record.tree.commit} is no commit"
     if early > _COMMIT_SKEW.total_seconds():
-        return f"it was made {timedelta(seconds=round(early))} before commit {record.tree.commit}, which it names"
-    return ""
+        yield f"it was made {timedelta(seconds=round(early))} before commit {record.tree.commit}, which it names"
 
 
-def _sources(at_commit: _AtCommit, record: Record) -> str:
+def _sources(at_commit: _AtCommit, record: Record) -> _Found:
     """Compare the hashes of the subject's sources with the files at the commit that the record names."""
     subject, commit = record.subject, record.tree.commit
     if record.tree.dirty:
         raise UncheckedError("the tree had uncommitted changes, as the verdict says")
     if subject.folder is None:
         raise UncheckedError("its sources are not in this repository")
-    for source, data in zip(subject.sources, at_commit.sources, strict=True):
-        if posixpath.normpath(f"{subject.folder}/{source.path}").startswith(".."):
-            continue  # not in this repository
-        if data is None:
-            return f"commit {commit} has no file {subject.folder}/{source.path}"
-        if hashlib.sha256(data).hexdigest() != source.sha256:
-            return f"the hash of {source.path} is not that of the file at commit {commit}"
-    return ""
+    for source, path, data in zip(subject.sources, _paths(record), at_commit.sources, strict=True):
+        if path and data is None:
+            yield f"commit {commit} has no file {subject.folder}/{source.path}"
+        if path and data is not None and hashlib.sha256(data).hexdigest() != source.sha256:
+            yield f"the hash of {source.path} is not that of the file at commit {commit}"
+
+
+def _paths(record: Record) -> list[str]:
+    """Return where the sources of a record are in its repository; empty texts: outside of it."""
+    subject = record.subject
+    paths = [posixpath.normpath(f"{subject.folder}/{source.path}") for source in subject.sources]
+    return ["" if path.startswith("..") else path for path in paths]
 
 
 @dataclass(frozen=True)
@@ -504,14 +467,13 @@ class _AtCommit:
     @classmethod
     def of(cls, record: Record, repository: Path | None) -> _AtCommit:
         """Ask git. Raises ``UncheckedError`` where it cannot tell."""
-        subject, commit = record.subject, record.tree.commit
+        commit = record.tree.commit
         if repository is None or commit is None:
             raise UncheckedError("there is no repository here" if commit else "it names no commit")
         if not is_commit(commit):
             raise UncheckedError(f"{commit!r} is no hash of a commit")
         # Asked for a path outside of its repository, git answers nothing at all.
-        paths = [posixpath.normpath(f"{subject.folder}/{source.path}") for source in subject.sources]
-        names = ["" if path.startswith("..") else f"{commit}:./{path}" for path in paths]
+        names = [f"{commit}:./{path}" if path else "" for path in _paths(record)]
         try:
             found, *sources = read_objects(repository, [commit, *names])
         except ProofError as error:
@@ -522,7 +484,6 @@ class _AtCommit:
         return cls(found, sources)
 
 
-_Mode = tuple[TimeKind, ...]
 _Key = tuple[int, float, float]
 
 
@@ -550,49 +511,46 @@ class _Column:
 def _columns(record: Record) -> Iterator[tuple[_Key, _Column]]:
     """Yield the samples of each arm and process, with numbers that neither their order nor a factor changes."""
     for case, rounds in _all_rounds(record):
-        for process in dict.fromkeys(rounds.process):
-            picked = [p == process for p in rounds.process]
-            for kind, arms in rounds.seconds.items():
-                for arm, column in arms.items():
-                    values = tuple(itertools.compress(column, picked))
-                    # Clocks have steps: few different values come again by chance.
-                    differ = len(set(values)) >= max(_FEWEST_COMPARED, 0.8 * len(values))
-                    if differ and (least := min(values)) > 0:
-                        key = len(values), round(max(values) / least, _DIGITS), round(sum(values) / least, _DIGITS)
-                        yield key, _Column(record, case.name, kind, arm, process, values)
+        for process, picked in _processes(rounds):
+            for kind, arm, column in _arm_columns(rounds):
+                values = tuple(compress(column, picked))
+                # Clocks have steps: few different values come again by chance.
+                differ = len(set(values)) >= max(_FEWEST_COMPARED, 0.8 * len(values))
+                if differ and (least := min(values)) > 0:
+                    key = len(values), round(max(values) / least, _DIGITS), round(sum(values) / least, _DIGITS)
+                    yield key, _Column(record, case.name, kind, arm, process, values)
 
 
-def _cells(record: Record, case: CaseRecord) -> dict[_Mode, dict[int, list[list[str]]]]:
+def _processes(rounds: Rounds) -> Iterator[tuple[int, list[bool]]]:
+    """Yield each process, and which of the rounds are its own."""
+    for process in dict.fromkeys(rounds.process):
+        yield process, [p == process for p in rounds.process]
+
+
+def _arm_columns(rounds: Rounds) -> Iterator[tuple[TimeKind, str, Sequence[float]]]:
+    return ((kind, arm, column) for kind, arms in rounds.seconds.items() for arm, column in arms.items())
+
+
+def _cells(record: Record, case: CaseRecord) -> dict[tuple[TimeKind, ...], dict[int, list[list[str]]]]:
     """Return the orders of arms by kinds of time that share a process, and by process."""
-    together: _Mode = tuple(kind for kind in record.settings.times if kind != "kernel")
-    cells: dict[_Mode, dict[int, list[list[str]]]] = {}
+    together = tuple(kind for kind in record.settings.times if kind != "kernel")
+    cells: dict[tuple[TimeKind, ...], dict[int, list[list[str]]]] = {}
     for rounds in case.rounds:
-        mode: _Mode = ("kernel",) if "kernel" in rounds.seconds else together
+        mode: tuple[TimeKind, ...] = ("kernel",) if "kernel" in rounds.seconds else together
         for process, order in zip(rounds.process, rounds.order, strict=True):
             cells.setdefault(mode, {}).setdefault(process, []).append(order)
     return cells
 
 
 def _all_rounds(record: Record) -> Iterator[tuple[CaseRecord, Rounds]]:
-    for case in record.cases:
-        for rounds in case.rounds:
-            yield case, rounds
+    return ((case, rounds) for case in record.cases for rounds in case.rounds)
 
 
-_OF_A_RECORD: dict[str, Callable[[Record], str]] = {
-    "work": _work,
-    "samples": _samples,
-    "arms": _arms,
-    "accuracy": _accuracy,
-    "orders": _orders,
-    "sensors": _sensors,
-    "clocks": _clocks,
-    "gates": _gates,
-    "inputs": _inputs,
-    "launches": _launches,
-    "copied processes": _copied_processes,
-    "copied control": _copied_control,
-    "copied arms": _copied_arms,
-    "dates": _dates,
+_OF_A_RECORD: dict[str, Callable[[Record], _Found]] = {
+    check.__name__[1:].replace("_", " "): check
+    for check in (
+        *(_work, _samples, _arms, _accuracy, _orders, _sensors, _clocks, _gates, _inputs, _launches),
+        *(_copied_processes, _copied_control, _copied_arms, _dates),
+    )
 }
-_WITH_GIT: dict[str, Callable[[_AtCommit, Record], str]] = {"commit": _commit, "sources": _sources}
+_WITH_GIT: dict[str, Callable[[_AtCommit, Record], _Found]] = {"commit": _commit, "sources": _sources}

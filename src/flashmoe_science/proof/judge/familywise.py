@@ -31,16 +31,9 @@ def comparison_intervals(
 ) -> list[Interval]:
     """Return one interval for each case, such that all of them hold together, however few the cases are.
 
-    For one case it is ``clustered_interval``, and for no case narrower than that.
-
-    Args:
-        cases: For each case its processes, each with its values.
-        shared: A label for each case: those of one label were measured in the same processes, in the same order, and
-            by one kind of time. Default: all were.
-        confidence: Confidence of all of them together.
-
-    Raises:
-        TooFewRoundsError: no interval of this confidence exists.
+    For one case it is ``clustered_interval``, and for no case narrower than that. ``shared`` has a label for each case:
+    those of one label were measured in the same processes, in the same order, and by one kind of time; by default all
+    were. Raises ``TooFewRoundsError``: no interval of this confidence exists.
     """
     return _familywise([(groups,) for groups in cases], shared, confidence)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -18,8 +18,7 @@ from pydantic import Field
 
 from ..records.evidence import GATE_NAMES, CaseRecord, GateStatus, Model, Record, TimeKind
 from ..text import counted
-from .claim_text import claim_sentence
-from .claims import Claim, why_not
+from .claims import Claim, claim_sentence, why_not
 from .roofline import has_limits, impossible_time, known_spec
 from .statistics import (
     Interval,
@@ -136,8 +135,7 @@ def judge(
     if contradiction:
         reason = _reason(f"record {record.id} contradicts itself, so nothing in it counts: {contradiction}", said)
         return verdict(status=VerdictStatus.INVALID, reason=reason)
-    failed = next((gate for gate in record.gates if gate.status is GateStatus.FAILED), None)
-    if failed:
+    if failed := record.failed_gate:
         reason = _reason(f"gate {failed.name} failed: {failed.summary}", said)
         return verdict(status=VerdictStatus.INCONCLUSIVE, reason=reason, gate_failed=failed.name)
     if mismatch := why_not(claim, record):
@@ -212,6 +210,19 @@ def memory_control(record: Record) -> Control:
     same = sum(bias == 0 for bias in biases.values())
     reason = f"the copy of the baseline allocated as much as the first in {same} of {counted(len(biases), 'case')}"
     return Control(passed=True, reason=reason, biases=biases)
+
+
+def sanity_failure(record: Record, kind: TimeKind, arms: Container[str]) -> str:
+    """Return why no time of this kind counts in ``record``, or an empty text: a gate, an impossible time, the control.
+
+    ``arms`` are those whose times must not be below the GPU's limits.
+    """
+    if failed := record.failed_gate:
+        return f"gate {failed.name} failed: {failed.summary}"
+    if impossible := impossible_time(record, kind, arms):  # first: the control divides by times
+        return impossible
+    control = check_control(record, kind)
+    return "" if control.passed else control.reason
 
 
 def paired_log_ratios(case: CaseRecord, metric: TimeKind, above: str, below: str) -> _Groups:
@@ -302,26 +313,19 @@ def _weigh(claim: Claim, name: str, found: Interval, groups: Sequence[Sequence[f
         reason = f": {claim.factor:g}x lies inside, as the two copies of the baseline allocated different amounts"
         return verdict(status=VerdictStatus.INCONCLUSIVE, reason=reason)
 
-    rounds = sum(len(group) for group in groups)
     smallest = math.expm1(clustered_smallest_effect(groups) + bias)
     effect = abs(found.estimate - target) - bias
     processes = processes_needed(groups, effect) if effect > 0 else None
-    lacking = f": {claim.factor:g}x lies inside; {_rounds_in(groups)} see {smallest:.2%}"
-    if processes is None:
-        return verdict(
-            status=VerdictStatus.INCONCLUSIVE,
-            reason=f"{lacking}, and no number of rounds would decide a difference this small",
-            smallest_effect=smallest,
-        )
-    # The estimate may say that these processes suffice, and they did not: add at least one.
-    more = max(1, processes - len(groups))
-    needed = math.ceil(more * rounds / len(groups))
-    return verdict(
-        status=VerdictStatus.INCONCLUSIVE,
-        reason=f"{lacking}; about {needed} rounds more, in {counted(more, 'further process')}, would decide",
-        smallest_effect=smallest,
-        rounds_needed=needed,
-    )
+    needed, would = None, "and no number of rounds would decide a difference this small"
+    if processes is not None:
+        # The estimate may say that these processes suffice, and they did not: add at least one.
+        more = max(1, processes - len(groups))
+        needed = math.ceil(more * sum(map(len, groups)) / len(groups))
+        would = f"about {needed} rounds more, in {counted(more, 'further process')}, would decide"
+    said = f": {claim.factor:g}x lies inside; {_rounds_in(groups)} see {smallest:.2%}"
+    reason = f"{said}, {would}" if needed is None else f"{said}; {would}"
+    inconclusive = partial(verdict, status=VerdictStatus.INCONCLUSIVE, reason=reason)
+    return inconclusive(smallest_effect=smallest, rounds_needed=needed)
 
 
 def _unmeasured(claim: Claim, case: CaseRecord) -> str | None:

@@ -22,11 +22,7 @@ _Lines = Sequence[tuple[str, BegunRun]]
 def limits_of(claim: Claim, record: Record, records: Mapping[str, Record], begun: _Lines = ()) -> list[str]:
     """Return what the verdict on ``claim`` by ``record`` cannot say, a sentence each.
 
-    Args:
-        claim: What is claimed.
-        record: The run that decides.
-        records: All kept runs, by path: those of the same kind are counted.
-        begun: The lines of the ledger of runs begun that is here, which may be another one than the record's.
+    ``records`` are all that are kept, by path; ``begun`` are the lines of the ledger of runs begun that is here.
     """
     return [*_modes(claim, record), runs_begun(record, records, begun)]
 

@@ -15,8 +15,7 @@ from ...errors import ClaimError, InputError
 from ...gpu.specs import find_gpu
 from ..records.evidence import Record
 from ..records.toml_files import explain_validation
-from .claim_text import claim_sentence
-from .claims import Claim, Metric, Scope, why_not
+from .claims import Claim, Metric, Scope, claim_sentence, why_not
 from .judge import Verdict, VerdictStatus, judge
 from .rows import METRICS, default_kind, kinds_measured
 from .verify import suite_now, verify_claim
@@ -43,8 +42,7 @@ class ClaimRequest:
 def make_claims(record: Record, request: ClaimRequest) -> list[Claim]:
     """Return the claims that ``request`` asks for, one for each kind of time.
 
-    Raises:
-        ClaimError: the run ``record`` cannot show one of them with any factor; the reason is the judge's.
+    Raises ``ClaimError``: the run ``record`` cannot show one of them with any factor; the reason is the judge's.
     """
     measured, default = kinds_measured(record), default_kind(record)
     if default is None or not record.baselines or record.environment.gpu is None:
@@ -110,8 +108,7 @@ def _lower_end(claim: Claim, record: Record) -> float:
 def round_below(value: float) -> float:
     """Return the largest of 1, 1.1 ... 1.9, 2, 2.5 ... 4.5, 5, 6 ... 9, times a power of ten, that is below ``value``.
 
-    Raises:
-        InputError: the value is not positive and finite.
+    Raises ``InputError``: the value is not positive and finite.
     """
     if not (math.isfinite(value) and value > 0):
         raise InputError(f"value must be positive and finite, got {value}")

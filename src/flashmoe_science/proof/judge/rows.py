@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import IO
 
 from ...errors import TooFewRoundsError
 from ..records.evidence import Accuracy, Arm, CaseRecord, Rates, Record, TimeKind
@@ -141,25 +141,26 @@ class AccuracyRow:
 
 def accuracy_rows(record: Record) -> list[AccuracyRow]:
     """Return a row for every case."""
-    return [_accuracy_row(record, case) for case in record.cases]
-
-
-def _accuracy_row(record: Record, case: CaseRecord) -> AccuracyRow:
-    found = {arm.name: arm.accuracy for arm in case.arms}
-    subject = next((arm for arm in case.arms if arm.role == "subject"), None)
-    accuracy = subject.accuracy if subject else None
-    bits = {True: "yes", False: "no", None: "not tried"}
-    return AccuracyRow(
-        case=case.name,
-        correct={True: "yes", False: "no", None: "of a stand-in" if case.stand_in else "not shown"}[case.correct],
-        error=format_largest_error(accuracy) if accuracy else "",
-        allowed=format_error(accuracy.budget) if accuracy else "",
-        said=_share(accuracy),
-        same_bits=bits[accuracy.deterministic] if accuracy else "",
-        baselines=[_share(found.get(name)) for name in record.baselines],
-        note=f"checked was {case.stand_in}" if case.stand_in else subject.reason if subject else "",
-        stood_in=bool(case.stand_in),
-    )
+    rows = []
+    for case in record.cases:
+        found = {arm.name: arm.accuracy for arm in case.arms}
+        subject = next((arm for arm in case.arms if arm.role == "subject"), None)
+        accuracy = subject.accuracy if subject else None
+        bits = {True: "yes", False: "no", None: "not tried"}[accuracy.deterministic] if accuracy else ""
+        correct = {True: "yes", False: "no", None: "of a stand-in" if case.stand_in else "not shown"}[case.correct]
+        row = AccuracyRow(
+            case=case.name,
+            correct=correct,
+            error=format_largest_error(accuracy) if accuracy else "",
+            allowed=format_error(accuracy.budget) if accuracy else "",
+            said=_share(accuracy),
+            same_bits=bits,
+            baselines=[_share(found.get(name)) for name in record.baselines],
+            note=f"checked was {case.stand_in}" if case.stand_in else subject.reason if subject else "",
+            stood_in=bool(case.stand_in),
+        )
+        rows.append(row)
+    return rows
 
 
 def _share(accuracy: Accuracy | None) -> str:
@@ -272,13 +273,15 @@ CSV_COLUMNS = (
 )
 
 
-def write_csv(records: Iterable[Record], file: IO[str]) -> None:
-    """Write a line for every case, arm and kind of time. ``ratio`` is that of ``arm_rows``."""
+def csv_text(records: Iterable[Record]) -> str:
+    """Return a line for every case, arm and kind of time. ``ratio`` is that of ``arm_rows``."""
+    file = io.StringIO()
     writer = csv.DictWriter(file, CSV_COLUMNS, lineterminator="\n")
     writer.writeheader()
     for record in records:
         for row in _csv_rows(record):
             writer.writerow({key: foreign(cell, "csv") if isinstance(cell, str) else cell for key, cell in row.items()})
+    return file.getvalue()
 
 
 def _csv_rows(record: Record) -> Iterable[dict[str, object]]:

@@ -7,8 +7,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from ..records.evidence import GateStatus, Record
-from .claim_text import claim_sentence
-from .claims import Claim, load_claims, why_not
+from .claims import Claim, claim_sentence, load_claims, why_not
 from .consistency import check_alone, contradiction
 from .judge import Problem, Verdict, exit_code, judge
 from .rows import default_kind
@@ -27,48 +26,29 @@ def conclude(
     """Return the verdicts on those claims of ``repository`` that ``record`` is about, or else on its expectation.
 
     Returns no verdict where no time was measured. A claim names a suite as it is now; another file of that name may
-    have run. A claim for several GPUs is judged for the GPU of the record alone.
-
-    Args:
-        record: the run.
-        repository: holds the claims.
-        since: says what changed since the run for a claim. Default: nothing did, as of a run that has just ended.
-        as_recorded: judge by the record alone, without the suite and the age as they are now. It needs no torch.
-
-    Raises:
-        ClaimError: a claim file is wrong.
+    have run. A claim for several GPUs is judged for the GPU of the record alone. ``since`` says what changed since the
+    run for a claim: by default nothing did. ``as_recorded`` leaves out suite and age of now: it needs no torch.
     """
     claims = load_claims(repository / "claims") if repository else []
     about = [claim for claim in claims if why_not(claim, record) is None]
-    if repository is not None and about and record.environment.gpu is not None:
-        gpu = record.environment.gpu.name
-        known, doubts_about = (None, _no_doubts) if as_recorded else _seen_now(record, repository)
-        wrong = "" if as_recorded else contradiction(check_alone(record))  # counting work imports torch
-        verdicts = []
-        for claim in about:
-            one = claim.on_gpu(gpu)
-            others = ", ".join(name for name in claim.gpu if name not in one.gpu)
-            alone = [f"on {gpu} alone, and the claim is of {others} too"] if others else []
-            with naming(f"run {record.id}"):
-                sources = since(one) if since else Sources()
-                said = [*sources.notes, *alone]
-                doubts = doubts_about(claim)
-                verdicts.append(
-                    judge(
-                        one,
-                        record,
-                        suite=known,
-                        changed=sources.changed,
-                        notes=said,
-                        doubts=doubts,
-                        contradiction=wrong,
-                    )
-                )
-        return verdicts
-    expected = expectation(record)
-    with naming(f"run {record.id}"):
-        sources = since(expected) if since and expected else Sources()
-        return [judge(expected, record, changed=sources.changed, notes=sources.notes)] if expected else []
+    gpu = record.environment.gpu
+    if repository is None or not about or gpu is None:
+        expected = expectation(record)
+        with naming(f"run {record.id}"):
+            sources = since(expected) if since and expected else Sources()
+            return [judge(expected, record, changed=sources.changed, notes=sources.notes)] if expected else []
+    known, doubts_about = (None, _no_doubts) if as_recorded else _seen_now(record, repository)
+    wrong = "" if as_recorded else contradiction(check_alone(record))  # counting work imports torch
+    verdicts = []
+    for claim in about:
+        one = claim.on_gpu(gpu.name)
+        others = ", ".join(name for name in claim.gpu if name not in one.gpu)
+        alone = [f"on {gpu.name} alone, and the claim is of {others} too"] if others else []
+        with naming(f"run {record.id}"):
+            sources = since(one) if since else Sources()
+            said = {"notes": [*sources.notes, *alone], "doubts": doubts_about(claim)}
+            verdicts.append(judge(one, record, suite=known, changed=sources.changed, contradiction=wrong, **said))
+    return verdicts
 
 
 def _no_doubts(_: Claim) -> list[str]:
@@ -91,7 +71,6 @@ def expectation(record: Record) -> Claim | None:
     kind, gpu, subject = default_kind(record), record.environment.gpu, record.subject
     if kind is None or gpu is None or not record.baselines:
         return None
-    factor = subject.expected_speedup or 1.0
     claim = Claim(
         id=EXPECTATION,
         sentence="made below",
@@ -99,7 +78,7 @@ def expectation(record: Record) -> Claim | None:
         baseline=(record.baselines[0],),
         suite=record.suite,
         metric=kind,
-        factor=factor,
+        factor=subject.expected_speedup or 1.0,
         gpu=(gpu.name,),
         scope="each case",
     )
@@ -111,7 +90,7 @@ def run_exit_code(record: Record, verdicts: Sequence[Verdict]) -> int:
 
     A run that did not end is inconclusive: 4.
     """
-    if any(gate.status is GateStatus.FAILED for gate in record.gates):
+    if record.failed_gate:
         return GATE_FAILED
     return exit_code(verdicts) if verdicts or not record.complete else 0
 
@@ -123,8 +102,7 @@ def worst_exit_code(codes: Sequence[int]) -> int:
 
 def last_word(record: Record) -> tuple[str, str]:
     """Return how far a run without a verdict came: a word, and a sentence."""
-    failed = next((gate for gate in record.gates if gate.status is GateStatus.FAILED), None)
-    if failed is not None:
+    if failed := record.failed_gate:
         return "gate failed", f"{failed.name}: {failed.summary}"
     if not record.complete:
         return "incomplete", record.incomplete_reason

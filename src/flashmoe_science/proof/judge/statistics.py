@@ -56,8 +56,7 @@ class Interval:
 def log_ratios(above: Values, below: Values) -> list[float]:
     """Return ``log(above / below)``, round by round.
 
-    Raises:
-        InputError: the columns differ in length, or hold a time that is not positive and finite.
+    Raises ``InputError``: the columns differ in length, or hold a time that is not positive and finite.
     """
     if len(above) != len(below):
         raise InputError(f"the columns must have the same length, got {len(above)} and {len(below)}")
@@ -75,8 +74,7 @@ def hodges_lehmann(values: Values) -> float:
 def interval(values: Values, confidence: float = 0.95) -> Interval:
     """Return the Hodges-Lehmann estimate with the exact Wilcoxon signed-rank interval.
 
-    Raises:
-        TooFewRoundsError: no interval of this confidence exists; 95 % needs at least 6 values.
+    Raises ``TooFewRoundsError``: no interval of this confidence exists; 95 % needs at least 6 values.
     """
     values = _checked(values)
     dropped = _dropped_averages(len(values), confidence)
@@ -86,9 +84,7 @@ def interval(values: Values, confidence: float = 0.95) -> Interval:
             f"{len(values)} rounds cannot give an interval of {confidence:.4g} confidence, expected at least {fewest}",
             hint="run more rounds",
         )
-    averages = np.sort(_walsh_averages(values))
-    low, high = float(averages[dropped - 1]), float(averages[-dropped])
-    return Interval(_median(averages), low, high, len(values), confidence)
+    return _between(_walsh_averages(values), dropped, len(values), confidence)
 
 
 def clustered_interval(groups: Groups, confidence: float = 0.95) -> Interval:
@@ -116,15 +112,22 @@ def family_intervals(cases: Sequence[Groups], confidence: float = 0.95) -> list[
         return []
     level = 1 - (1 - confidence) / len(cases)
     intervals = [interval([value for group in groups for value in group], level) for groups in cases]
-    excess = _excess(cases)
-    return intervals if excess <= 1 else _widened_for_processes(intervals, excess, _process_degrees(cases), level)
+    ratios = [ratio for groups in cases if (ratio := between_to_within(groups)) is not None]
+    excess = float(np.mean(ratios)) if ratios else 1.0  # without offsets it is 1
+    if excess <= 1:
+        return intervals
+    degrees, upper = sum(len(groups) - 1 for groups in cases if len(groups) > 1), (1 + level) / 2
+    factor = math.sqrt(excess) * float(stdtrit(degrees, upper) / ndtri(upper))
+    return [
+        replace(i, low=i.estimate - factor * (i.estimate - i.low), high=i.estimate + factor * (i.high - i.estimate))
+        for i in intervals
+    ]
 
 
 def shift_interval(above: Values, below: Values, confidence: float = 0.95) -> Interval:
     """Return the median of all differences between two samples, with the exact interval of the Mann-Whitney test.
 
-    Raises:
-        TooFewRoundsError: no interval of this confidence exists; 95 % needs at least 4 values on either side.
+    Raises ``TooFewRoundsError``: no interval of this confidence exists; 95 % needs at least 4 values on either side.
     """
     above, below = _checked(above), _checked(below)
     dropped = _dropped_differences(len(above), len(below), confidence)
@@ -133,9 +136,14 @@ def shift_interval(above: Values, below: Values, confidence: float = 0.95) -> In
             f"{len(above)} and {len(below)} rounds cannot give an interval of {confidence:.4g} confidence",
             hint="run more rounds",
         )
-    differences = np.sort(np.subtract.outer(np.asarray(above), np.asarray(below)).ravel())
-    low, high = float(differences[dropped - 1]), float(differences[-dropped])
-    return Interval(_median(differences), low, high, min(len(above), len(below)), confidence)
+    differences = np.subtract.outer(np.asarray(above), np.asarray(below)).ravel()
+    return _between(differences, dropped, min(len(above), len(below)), confidence)
+
+
+def _between(values: _Array, dropped: int, n: int, confidence: float) -> Interval:
+    """Return the median of ``values``, and as interval what is left without those ``dropped`` at either end."""
+    ordered = np.sort(values)
+    return Interval(_median(ordered), float(ordered[dropped - 1]), float(ordered[-dropped]), n, confidence)
 
 
 def suite_interval(
@@ -193,19 +201,19 @@ def proportion_interval(found: int, n: int, confidence: float = 0.95) -> Interva
 
 def smallest_effect(values: Values, confidence: float = 0.95, power: float = 0.8) -> float:
     """Return the smallest true effect that as many values of this spread tell from zero with chance ``power``."""
-    values = _checked(values)
-    if len(values) < 2:
-        raise TooFewRoundsError("one round has no spread, expected at least 2", hint="run more rounds")
-    return _detectable(float(np.std(values, ddof=1)), len(values), confidence, power)
+    return _detectable(_spread(values), len(values), confidence, power)
 
 
 def rounds_needed(values: Values, effect: float, confidence: float = 0.95, power: float = 0.8) -> int | None:
     """Return how many rounds with the spread of ``values`` see ``effect``; None: more than any run has."""
-    values = _checked(values)
-    if len(values) < 2:
-        raise TooFewRoundsError("one round has no spread, expected at least 2", hint="run more rounds")
-    spread = float(np.std(values, ddof=1))
+    spread = _spread(values)
     return _fewest(lambda n: _detectable(spread, n, confidence, power) <= effect)
+
+
+def _spread(values: Values) -> float:
+    if len(_checked(values)) < 2:
+        raise TooFewRoundsError("one round has no spread, expected at least 2", hint="run more rounds")
+    return float(np.std(values, ddof=1))
 
 
 def clustered_smallest_effect(groups: Groups, confidence: float = 0.95, power: float = 0.8) -> float:
@@ -228,26 +236,6 @@ def processes_needed(groups: Groups, effect: float, confidence: float = 0.95, po
     by_process = rounds_needed([hodges_lehmann(group) for group in groups], effect, confidence, power)
     by_round = math.ceil(rounds * len(groups) / len(values))
     return None if by_process is None else max(by_process, by_round)
-
-
-def _excess(samples: Sequence[Groups]) -> float:
-    """Return the variance between processes over what the rounds within explain, averaged; 1 without offsets."""
-    ratios = [ratio for groups in samples if (ratio := between_to_within(groups)) is not None]
-    return float(np.mean(ratios)) if ratios else 1.0
-
-
-def _process_degrees(samples: Sequence[Groups]) -> int:
-    return sum(len(groups) - 1 for groups in samples if len(groups) > 1)
-
-
-def _widened_for_processes(intervals: Sequence[Interval], excess: float, degrees: int, level: float) -> list[Interval]:
-    """Return the intervals, each wider by what the processes vary beyond their rounds, and by Student's t."""
-    upper = (1 + level) / 2
-    factor = math.sqrt(excess) * float(stdtrit(degrees, upper) / ndtri(upper))
-    return [
-        replace(i, low=i.estimate - factor * (i.estimate - i.low), high=i.estimate + factor * (i.high - i.estimate))
-        for i in intervals
-    ]
 
 
 def _checked(values: Values) -> Values:

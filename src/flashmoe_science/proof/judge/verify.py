@@ -11,15 +11,14 @@ from typing import Any
 
 from ...errors import ClaimError, EvidenceError, ProofError
 from ..records.begun import BegunRun
-from ..records.evidence import GateStatus, Record, read_record
+from ..records.evidence import Record, read_record
 from ..records.store import evidence_files, raise_twins, with_id
 from ..subject.loading import is_builtin, load_operator, python_folders
 from ..subject.registry import is_user_defined
 from ..subject.suites import list_suites, load_suite, operator_in, user_suite_file
 from ..subject.trust import ASK, is_trusted
 from ..subject.user_suite import is_loaded, read_user_suite
-from .claim_text import sentence_fault
-from .claims import Claim, find_evidence, load_claims, other_versions, too_old, why_not
+from .claims import Claim, find_evidence, load_claims, other_versions, sentence_fault, too_old, why_not
 from .consistency import Check, Consistency, contradiction, signer_in, unique_notes
 from .judge import Verdict, VerdictStatus, judge
 from .limits import limits_of
@@ -67,9 +66,7 @@ def verify_claims(
     unreadable: list[Unreadable] = []
     say = say or (lambda _: None)
     say("reading evidence/")
-    records = (
-        (_read_most(repository, unreadable, on_trouble) if on_trouble else read_records(repository)) if claims else {}
-    )
+    records = read_records(repository, unreadable, on_trouble) if claims else {}
     consistency = Consistency(repository, records, begun)
     verdicts = []
     for number, claim in enumerate(claims, 1):
@@ -118,23 +115,24 @@ def verify_claim(
         _verify_on(one, claim, _evidence_on(one, claim, records), records, repository, now, unreadable, consistency)
         for one in (claim.model_copy(update={"gpu": (gpu,)}) for gpu in claim.gpu)
     ]
-    parts.sort(key=lambda verdict: AGAINST.index(verdict.status))
-    weakest = parts[0]
+    weakest = min(parts, key=_against)
     if len(parts) == 1:
         return weakest
-    reason = "; ".join(f"{part.claim.gpu[0]}: {part.status.value}, {part.reason}" for part in parts)
-    notes = [f"on {part.claim.gpu[0]}, {note}" for part in parts for note in part.notes]
-    failed = next((part.gate_failed for part in parts if part.gate_failed), None)
-    limits = [f"on {part.claim.gpu[0]}, {limit}" for part in parts for limit in part.limits]
+    parts.sort(key=_against)
+    named = [(part.claim.gpu[0], part) for part in parts]
     changes = {
         "claim": claim,
-        "limits": limits,
-        "reason": reason,
-        "notes": notes,
-        "gate_failed": failed,
+        "limits": [f"on {gpu}, {limit}" for gpu, part in named for limit in part.limits],
+        "reason": "; ".join(f"{gpu}: {part.status.value}, {part.reason}" for gpu, part in named),
+        "notes": [f"on {gpu}, {note}" for gpu, part in named for note in part.notes],
+        "gate_failed": next((part.gate_failed for part in parts if part.gate_failed), None),
         "by_gpu": parts,
     }
     return weakest.model_copy(update=changes)
+
+
+def _against(verdict: Verdict) -> int:
+    return AGAINST.index(verdict.status)
 
 
 def _evidence_on(one: Claim, claim: Claim, records: Mapping[str, Record]) -> dict[str, Record]:
@@ -190,7 +188,7 @@ def _verify_on(
             "signature": signer_in(checks),
         }
         verdicts.append(verdict.model_copy(update=about))
-    return min(verdicts, key=lambda verdict: AGAINST.index(verdict.status))
+    return min(verdicts, key=_against)
 
 
 def doubts_about(claim: Claim, record: Record, suite: SuiteNow, now: datetime) -> list[str]:
@@ -198,25 +196,20 @@ def doubts_about(claim: Claim, record: Record, suite: SuiteNow, now: datetime) -
     return list(filter(None, (sentence_fault(claim, record), too_old(claim, record, now), suite.doubt)))
 
 
-def read_records(repository: Path) -> dict[str, Record]:
+def read_records(
+    repository: Path,
+    unreadable: list[Unreadable] | None = None,
+    on_trouble: Callable[[EvidenceError], None] | None = None,
+) -> dict[str, Record]:
     """Return the records in ``evidence/`` of ``repository``, by their path from its root.
 
-    Raises:
-        EvidenceError: one cannot be read.
+    What cannot be read goes to ``unreadable`` and ``on_trouble``. Default: it is raised as ``EvidenceError``.
     """
-    files = evidence_files(repository)
-    return {
-        path.relative_to(repository).as_posix(): with_id(run, read_record(path), path) for run, path in files.items()
-    }
-
-
-def _read_most(
-    repository: Path, unreadable: list[Unreadable], on_trouble: Callable[[EvidenceError], None]
-) -> dict[str, Record]:
-    """Return the records as ``read_records`` does; what cannot be read goes to ``unreadable`` and ``on_trouble``."""
     records = {}
 
     def leave_out(run: str, files: Sequence[Path], error: EvidenceError) -> None:
+        if unreadable is None or on_trouble is None:
+            raise error
         unreadable.extend(Unreadable.of(file.relative_to(repository).as_posix(), run, file, error) for file in files)
         on_trouble(error)
 
@@ -245,8 +238,7 @@ def _failed_since(claim: Claim, record: Record, records: Mapping[str, Record]) -
         and other_versions(claim, other) is None
     ]
     for other in sorted(newer, key=lambda other: other.created_at, reverse=True):
-        failed = next((gate for gate in other.gates if gate.status is GateStatus.FAILED), None)
-        if failed and other.environment.gpu and claim.fits_gpu(other.environment.gpu.name):
+        if (failed := other.failed_gate) and other.environment.gpu and claim.fits_gpu(other.environment.gpu.name):
             return [f"a newer run, {other.id}, failed gate {failed.name}"]
     return []
 

@@ -72,8 +72,7 @@ class BegunLedger:
     def lines(self) -> list[tuple[str, BegunRun]]:
         """Return the hash and the content of each line, the oldest first.
 
-        Raises:
-            EvidenceError: a line is none, or the chain is broken: the line is named.
+        Raises ``EvidenceError``: a line is none, or the chain is broken: the line is named.
         """
         try:
             raw = self._path.read_bytes()

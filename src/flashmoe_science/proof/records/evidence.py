@@ -111,6 +111,11 @@ class Gate(Model):
     gpu_seconds: float = 0.0  # time that a GPU was held for it
 
 
+def failed_gate(gates: Sequence[Gate]) -> Gate | None:
+    """Return the gate that failed, or None."""
+    return next((gate for gate in gates if gate.status is GateStatus.FAILED), None)
+
+
 class Launch(Model):
     """One kernel that really ran in one call, as the profiler saw it."""
 
@@ -382,6 +387,11 @@ class Record(Model):
     def tree(self) -> TreeState:
         """The state of the repository that holds the subject's sources."""
         return self.subject.tree or TreeState(commit=self.environment.commit, dirty=self.environment.dirty)
+
+    @property
+    def failed_gate(self) -> Gate | None:
+        """The gate that failed, or None."""
+        return failed_gate(self.gates)
 
     def gate(self, name: str) -> Gate | None:
         """Return the gate of this name, if the run reached the point of recording it."""

@@ -25,8 +25,7 @@ _ELSEWHERE = frozenset(
 def git(folder: Path, *arguments: str, timeout_s: float = _TIMEOUT_S) -> str:
     """Return what git prints in ``folder``, its last line break left out.
 
-    Raises:
-        ProofError: with what git complains about in one line, or because there is no git.
+    Raises ``ProofError``: with what git complains about in one line, or because there is no git.
     """
     return os.fsdecode(_run(folder, arguments, timeout_s=timeout_s)).removesuffix("\n")  # names need not be UTF-8
 
@@ -39,8 +38,7 @@ def is_commit(text: str) -> bool:
 def read_objects(folder: Path, names: Sequence[str]) -> list[bytes | None]:
     """Return the contents of objects such as ``<commit>`` and ``<commit>:<path>``; None for one that is not here.
 
-    Raises:
-        ProofError: git complains, or there is no git.
+    Raises ``ProofError``: git complains, or there is no git.
     """
     asked = [name if "\n" not in name else "" for name in names]  # a line is a question
     given = "\n".join([*asked, ""]).encode()

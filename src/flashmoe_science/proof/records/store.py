@@ -62,8 +62,7 @@ def summarize(record: Record) -> RunSummary:
 def read_summary(path: Path) -> RunSummary:
     """Return what a listing says of the record in a file, without a look at its samples.
 
-    Raises:
-        EvidenceError: the file is no record.
+    Raises ``EvidenceError``: the file is no record.
     """
     try:
         document = load_json(read_text(path))
@@ -95,9 +94,8 @@ def _summary(record: Record, cases: int, measured: int) -> RunSummary:
 
 
 def _result(record: Record) -> str:
-    failed = next((gate.name for gate in record.gates if gate.status is GateStatus.FAILED), None)
-    if failed is not None:
-        return f"{failed} failed"
+    if failed := record.failed_gate:
+        return f"{failed.name} failed"
     passed = sum(gate.status is GateStatus.PASSED for gate in record.gates)
     return f"{passed} of {len(record.gates)} gates passed"
 
@@ -343,19 +341,6 @@ class Archive:
             hint = f"did you mean {near[0]}?" if near else "flashmoe runs lists them all"
             raise EvidenceError(f"there is no run {key!r}", hint=hint)
         return files[found[0]]
-
-    def only_in_files(self, *, on_trouble: Callable[[EvidenceError], None]) -> list[Record]:
-        """Return the runs of the evidence folder that the store does not have, the oldest first."""
-        stored = self.store.files()
-        found = []
-        on_twins = telling(on_trouble)
-        for run_id, path in (evidence_files(self.repository, on_twins=on_twins) if self.repository else {}).items():
-            if run_id not in stored:
-                try:
-                    found.append(with_id(run_id, read_record(path), path))
-                except EvidenceError as error:
-                    on_trouble(error)
-        return sorted(found, key=lambda record: (record.created_at, record.id))
 
     def runs(
         self,

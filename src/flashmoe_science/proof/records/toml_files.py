@@ -89,9 +89,10 @@ def explain_validation(problem: ValidationError, model: type[BaseModel]) -> list
         key = ".".join(str(part) for part in detail["loc"]) or "(document)"
         message = detail["msg"].removeprefix("Value error, ")
         if detail["type"] == "missing":
-            lines.append(f"key {key}: missing, expected {_expected(model, detail['loc'])}")
+            lines.append(f"key {key}: missing, expected {_description(model, detail['loc']) or 'a value'}")
         elif detail["type"] == "extra_forbidden":
-            known = _known_keys(model, detail["loc"][:-1])
+            table = _model_at(model, detail["loc"][:-1])
+            known = list(table.model_fields) if table else []
             near = difflib.get_close_matches(str(detail["loc"][-1]), known, n=1)
             meant = f"; did you mean {near[0]}?" if near else ""
             lines.append(f"key {key}: unknown key, expected one of {', '.join(known)}{meant}")
@@ -143,17 +144,8 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
     return next((found for part in get_args(annotation) if (found := _model_in(part))), None)
 
 
-def _known_keys(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
-    table = _model_at(model, location)
-    return list(table.model_fields) if table else []
-
-
-def _expected(model: type[BaseModel], location: Sequence[int | str]) -> str:
-    """Return what belongs at a key: the description of its field."""
-    return _description(model, location) or "a value"
-
-
 def _description(model: type[BaseModel], location: Sequence[int | str]) -> str | None:
+    """Return what belongs at a key: the description of its field."""
     table = _model_at(model, location[:-1])
     field = table.model_fields.get(str(location[-1])) if table else None
     return field.description if field else None

@@ -66,16 +66,8 @@ def junit_xml(
     return ET.tostring(root, encoding="unicode", xml_declaration=False) + "\n"
 
 
-def write_junit(
-    path: Path,
-    verdicts: Sequence[Verdict],
-    records: Iterable[Record] = (),
-    *,
-    errors: Mapping[str, str] | None = None,
-    strict: bool = False,
-) -> None:
-    """Write ``junit_xml`` to ``path``. Raises ``EvidenceError`` where that cannot be."""
-    text = junit_xml(verdicts, records, errors=errors, strict=strict)
+def write_junit(path: Path, text: str) -> None:
+    """Write the text of ``junit_xml`` to ``path``. Raises ``EvidenceError`` where that cannot be."""
     try:
         write_atomically(path, f'<?xml version="1.0" encoding="utf-8"?>\n{text}')
     except OSError as error:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timezone
 
 from ..compare.side_by_side import SideBySide, side_by_side
@@ -15,6 +14,7 @@ from ..judge.rows import (
     arm_rows,
     by_role,
     commit_words,
+    csv_text,
     default_kind,
     format_bytes,
     format_ratio,
@@ -22,10 +22,9 @@ from ..judge.rows import (
     kinds_measured,
     lowest_case,
     unmeasured,
-    write_csv,
 )
 from ..judge.run_verdicts import EXPECTATION, last_word
-from ..records.evidence import Arm, Launch, Record, TimeKind
+from ..records.evidence import Record, TimeKind
 from ..text import as_sentence, counted
 from .figures import Figure, Table, growth_figures, roofline_figure, sensor_figure, timed_arms
 from .plots import draw_bar, draw_ruler, find_ruler
@@ -98,9 +97,7 @@ class RunPart:
     @property
     def csv(self) -> str:
         """The rows, as ``flashmoe show --csv`` writes them."""
-        file = io.StringIO()
-        write_csv([self.record], file)
-        return file.getvalue()
+        return csv_text([self.record])
 
     @property
     def record_json(self) -> str:
@@ -242,37 +239,22 @@ def _speed_table(record: Record, kind: TimeKind, factors: Sequence[float], *, fo
     return Table(caption, columns, cells, words=2, fold=fold, ruler=draw_ruler(ruler) if ruler else None, bars=bars)
 
 
-@dataclass
-class LaunchGroup:
-    """One kernel of one arm, launched with the same block and resources in one or more cases."""
-
-    arm: Arm
-    launch: Launch  # the first of them
-    grids: dict[str, tuple[int, int, int]] = field(default_factory=dict)  # case -> grid
-
-
-def launch_groups(record: Record) -> list[LaunchGroup]:
-    """Return the kernels that the subject and the baselines launched, the subject's first, each with its cases."""
-    groups: dict[tuple[object, ...], LaunchGroup] = {}
+def _launches(record: Record) -> list[Table]:
+    """Return a row for every kernel of an arm and each block and resources of it, the subject's first."""
+    groups: dict[tuple[str, int, str, tuple[str, ...]], dict[str, str]] = {}  # -> case -> grid
     arms = [(case, place, arm) for case in record.cases for place, arm in enumerate(by_role(case.arms))]
     for case, _, arm in sorted(arms, key=lambda item: item[1]):  # stable: an arm's cases stay in their order
         for number, launch in enumerate(arm.launches if arm.role != "control" else ()):
-            what = (launch.name, launch.block, launch.registers, launch.shared_memory_bytes, launch.count)
-            group = groups.setdefault((arm.name, number, *what), LaunchGroup(arm, launch))
-            group.grids[case.name] = launch.grid
-    return list(groups.values())
-
-
-def _launches(record: Record) -> list[Table]:
+            shared = format_bytes(launch.shared_memory_bytes)
+            what = (str(launch.count), _size(launch.block), str(launch.registers), shared)
+            groups.setdefault((arm.name, number, launch.name, what), {})[case.name] = _size(launch.grid)
     rows = []
-    for group in launch_groups(record):
-        launch, grids = group.launch, list(dict.fromkeys(group.grids.values()))
-        named = ", ".join(group.grids) if len(group.grids) <= _FEW else counted(len(group.grids), "case")
-        where = "every case" if len(group.grids) == len(record.cases) else named
-        grid = _size(grids[0]) if len(grids) == 1 else f"{len(grids)} grids"
-        cells = (where, str(launch.count), grid, _size(launch.block), str(launch.registers))
-        shared = format_bytes(launch.shared_memory_bytes)
-        rows.append((group.arm.name, shortened_kernel(launch.name), *cells, shared))
+    for (arm_name, _, kernel, (count, *rest)), of_case in groups.items():
+        grids = list(dict.fromkeys(of_case.values()))
+        named = ", ".join(of_case) if len(of_case) <= _FEW else counted(len(of_case), "case")
+        where = "every case" if len(of_case) == len(record.cases) else named
+        grid = grids[0] if len(grids) == 1 else f"{len(grids)} grids"
+        rows.append((arm_name, shortened_kernel(kernel), where, count, grid, *rest))
     columns = ("arm", "kernel", "in", "launches", "grid", "block", "registers", "shared memory")
     return [Table("registers are of a thread, shared memory of a block", columns, rows, words=3)] if rows else []
 

@@ -144,8 +144,7 @@ def markdown_in(folder: Path) -> list[Path]:
 def markdown_files(paths: Sequence[Path]) -> list[Path]:
     """Return the files named, and those in the folders named; what is hidden is left out.
 
-    Raises:
-        InputError: a path does not exist, or a folder holds no Markdown.
+    Raises ``InputError``: a path does not exist, or a folder holds no Markdown.
     """
     found: dict[Path, None] = {}
     for path in paths:

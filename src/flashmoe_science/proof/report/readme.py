@@ -70,12 +70,7 @@ class Section:
     @property
     def title(self) -> str:
         """A name of its content for a message."""
-        return {
-            "summary": "the table of runs",
-            "slower": "the table of slower cases",
-            "verdicts": "the table of claims",
-            "cases": "the tables of cases",
-        }[self.kind]
+        return _SECTIONS[self.kind][0]
 
     @property
     def body(self) -> slice:
@@ -117,8 +112,7 @@ def read_page(path: Path, errors: str = "strict") -> str:
 def find_sections(path: Path, text: str) -> list[Section]:
     """Return the sections of the page at ``path``, whose text is ``text``, in their order; there is at least one.
 
-    Raises:
-        ProofError: there are no marks, or they are not in pairs.
+    Raises ``ProofError``: there are no marks, or they are not in pairs.
     """
     found: list[Section] = []
     opened: tuple[int, SectionKind] | None = None
@@ -170,22 +164,11 @@ def render_readme(path: Path, judged: Callable[[Path], Judged] = judge_repositor
     lines = text.split("\n")
     repository = repository_of(path)
     made = judged(repository)
+    way = Path(os.path.relpath(repository, path.resolve().parent)).as_posix()
+    up = "" if way == "." else f"{way}/"  # what a link needs before a path from the repository's root
     for section in reversed(sections):
-        lines[section.body] = _section_lines(section, made, _way_up(path, repository))
+        lines[section.body] = _SECTIONS[section.kind][1](*made, up).split("\n")[:-1]
     return "\n".join(lines)
-
-
-def _way_up(page: Path, repository: Path) -> str:
-    """Return what a link of ``page`` needs before a path from the repository's root."""
-    way = Path(os.path.relpath(repository, page.resolve().parent)).as_posix()
-    return "" if way == "." else f"{way}/"
-
-
-def _section_lines(section: Section, made: Judged, up: str | None) -> list[str]:
-    render = {
-        "summary": summary_section, "slower": slower_section, "verdicts": claim_section, "cases": case_section
-    }[section.kind]  # fmt: skip
-    return render(*made, up).split("\n")[:-1]
 
 
 def claim_section(verdicts: Sequence[Verdict], _: Mapping[str, Record], up: str | None = "") -> str:
@@ -198,10 +181,8 @@ def claim_section(verdicts: Sequence[Verdict], _: Mapping[str, Record], up: str 
     """
     if not verdicts:
         return _NO_CLAIMS
-    lines = [
-        "| id | claim | verdict | deciding case | geometric mean | evidence |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    header = ("id", "claim", "verdict", "deciding case", "geometric mean", "evidence")
+    lines = [row(*header), row(*["---"] * len(header))]
     lines += [_claim_row(verdict, up) for verdict in verdicts]
     return "\n".join(lines) + "\n"
 
@@ -215,45 +196,27 @@ def slower_section(verdicts: Sequence[Verdict], records: Mapping[str, Record], _
     """
     header = ("suite", "cases", "slower", "inconclusive", "slowest case", "speedup there", "baseline", "run")
     lines = [row(*header), row("---", *["---:"] * 3, *["---"] * 4)]
-    for record in _newest_runs(verdicts, records):
-        compared = _compared_cases(record)
-        slower = [case for case in compared if case.ratio.high < 1]
-        if not slower:
-            continue
-        slowest = min(slower, key=lambda case: case.ratio.estimate)
-        counts = (len(record.cases), len(slower), sum(case.ratio.low < 1 <= case.ratio.high for case in compared))
-        where = (_code(slowest.name), format_ratio(slowest.ratio), foreign(slowest.baseline, "markdown"))
-        lines.append(row(foreign(record.suite, "markdown"), *map(str, counts), *where, _run_link(record.id, "", None)))
-    return "\n".join(lines) + "\n" if len(lines) > 2 else "No case is slower than a baseline.\n"
-
-
-class _Compared(NamedTuple):
-    """A case beside the baseline that decides whether it is slower."""
-
-    name: str
-    baseline: str
-    ratio: Interval
-
-
-def _newest_runs(verdicts: Sequence[Verdict], records: Mapping[str, Record]) -> list[Record]:
-    """Return the newest record behind a claim of kernel time, for each suite, subject and GPU, in order of claims."""
-    newest: dict[tuple[str, str, str], Record] = {}
+    newest: dict[tuple[str, str, str], Record] = {}  # for each suite, subject and GPU, in order of claims
     for verdict in (part for whole in verdicts for part in _parts(whole)):
         if verdict.evidence and verdict.claim.metric == "kernel":
             record = records[verdict.evidence]
             key = record.suite, record.subject.name, _card(record)
-            if key not in newest or newest[key].created_at < record.created_at:
-                newest[key] = record
-    return list(newest.values())
-
-
-def _compared_cases(record: Record) -> list[_Compared]:
-    found: dict[str, dict[str, Interval]] = {}
-    for one in arm_rows(record, "kernel"):
-        if one.arm.role == "baseline" and one.arm.accuracy is not None and one.ratio and one.ratio.interval:
-            found.setdefault(one.case.name, {})[one.arm.name] = one.ratio.interval
-    deciding = {name: deciding_baseline(intervals, 1.0) for name, intervals in found.items()}
-    return [_Compared(name, baseline, found[name][baseline]) for name, baseline in deciding.items()]
+            newest[key] = max(newest.get(key, record), record, key=lambda each: each.created_at)
+    for record in newest.values():
+        found: dict[str, dict[str, Interval]] = {}
+        for one in arm_rows(record, "kernel"):
+            if one.arm.role == "baseline" and one.arm.accuracy is not None and one.ratio and one.ratio.interval:
+                found.setdefault(one.case.name, {})[one.arm.name] = one.ratio.interval
+        deciding = {name: deciding_baseline(intervals, 1.0) for name, intervals in found.items()}
+        ratios = {name: found[name][baseline] for name, baseline in deciding.items()}
+        slower = [name for name, ratio in ratios.items() if ratio.high < 1]
+        if slower:
+            slowest = min(slower, key=lambda name: ratios[name].estimate)
+            counts = (len(record.cases), len(slower), sum(ratio.low < 1 <= ratio.high for ratio in ratios.values()))
+            where = (_code(slowest), format_ratio(ratios[slowest]), foreign(deciding[slowest], "markdown"))
+            link = _run_link(record.id, "", None)
+            lines.append(row(foreign(record.suite, "markdown"), *map(str, counts), *where, link))
+    return "\n".join(lines) + "\n" if len(lines) > 2 else "No case is slower than a baseline.\n"
 
 
 def summary_section(verdicts: Sequence[Verdict], records: Mapping[str, Record], up: str | None = "") -> str:
@@ -336,8 +299,7 @@ def case_section(verdicts: Sequence[Verdict], records: Mapping[str, Record], up:
     return "\n".join([*lines, "", ""]) if lines else "No case of a claim has been measured yet.\n"
 
 
-@dataclass(frozen=True)
-class _Group:
+class _Group(NamedTuple):
     """Verdicts about one record and its baselines, by the kind of time."""
 
     path: str
@@ -346,13 +308,8 @@ class _Group:
     verdicts: Mapping[Metric, Sequence[Verdict]]
 
     @property
-    def label(self) -> str:
-        if len(self.baseline) == 1:
-            return self.baseline[0]
-        return f"{self.best} baseline"
-
-    @property
     def best(self) -> str:
+        """What decides among several baselines."""
         return "best" if "memory" in self.verdicts else "fastest"
 
 
@@ -380,17 +337,9 @@ def _groups(
 def _claim_row(verdict: Verdict, up: str | None) -> str:
     lowest = lowest_case(verdict)
     low = f"{format_ratio(lowest.interval)}, {lowest.name}" if lowest else ""
-    parts = _parts(verdict)
-    links = [_run_link(part.record or "", part.evidence, up) for part in parts if part.evidence]
-    link = ", ".join(links) or "none"
-    return row(
-        f"`{verdict.claim.id}`",
-        _sentence(verdict.claim.sentence),
-        _status(verdict),
-        foreign(low, "markdown"),
-        _mean(verdict),
-        link,
-    )
+    links = [_run_link(part.record or "", part.evidence, up) for part in _parts(verdict) if part.evidence]
+    about = (_sentence(verdict.claim.sentence), _status(verdict), foreign(low, "markdown"), _mean(verdict))
+    return row(f"`{verdict.claim.id}`", *about, ", ".join(links) or "none")
 
 
 def _sentence(text: str) -> str:
@@ -412,7 +361,8 @@ def _case_table(group: _Group) -> list[str]:
     header, rule = ["case"], ["---"]
     for kind in group.verdicts:
         gain = "times less memory" if kind == "memory" else f"speedup, {kind}"
-        header += [foreign(f"{subject}, {kind}", "markdown"), foreign(f"{group.label}, {kind}", "markdown"), gain]
+        label = group.baseline[0] if len(group.baseline) == 1 else f"{group.best} baseline"
+        header += [foreign(f"{subject}, {kind}", "markdown"), foreign(f"{label}, {kind}", "markdown"), gain]
         rule += ["---:"] * 3
     lines = [row(*header), row(*rule)]
     left_out = 0
@@ -478,3 +428,11 @@ def _code(text: str) -> str:
 def row(*cells: str) -> str:
     """Return a row of a table."""
     return "| " + " | ".join(_UNESCAPED_BAR.sub(r"\|", cell).replace("\n", " ") for cell in cells) + " |"
+
+
+_SECTIONS: dict[SectionKind, tuple[str, Callable[[Sequence[Verdict], Mapping[str, Record], str | None], str]]] = {
+    "summary": ("the table of runs", summary_section),
+    "slower": ("the table of slower cases", slower_section),
+    "verdicts": ("the table of claims", claim_section),
+    "cases": ("the tables of cases", case_section),
+}

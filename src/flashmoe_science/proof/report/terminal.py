@@ -1,11 +1,11 @@
-"""Records and verdicts for the terminal. It computes nothing: numbers come from records, statistics and the judge.
+"""Records, verdicts and comparisons for the terminal. It computes nothing: numbers come from elsewhere.
 
 Everything is ASCII, but for the lines of a table, and says the same without colour.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -14,6 +14,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ..compare.compare import CaseComparison, Comparison, Effect
+from ..compare.history import History
 from ..judge.judge import Verdict, VerdictStatus, holds
 from ..judge.rows import (
     ArmRow,
@@ -33,7 +35,7 @@ from ..judge.rows import (
     unmeasured,
 )
 from ..judge.run_verdicts import last_word
-from ..records.evidence import Arm, Gate, GateStatus, Launch, Record, TimeKind
+from ..records.evidence import Arm, CaseRecord, Gate, GateStatus, Record, TimeKind
 from ..records.store import RunSummary
 from ..text import counted
 
@@ -55,7 +57,14 @@ _VERDICT_STYLE = {
     VerdictStatus.ASSERTED: "bold yellow",
     VerdictStatus.INVALID: "bold magenta",
 }
+_EFFECT_STYLE = {
+    Effect.FASTER: "bold green",
+    Effect.SLOWER: "bold red",
+    Effect.SAME: "green",
+    Effect.UNDECIDED: "bold yellow",
+}
 _DETAILS_OF_A_FAILURE = 8
+_LISTED = 3  # cases of a comparison by name; more are counted
 _UNDER_STATUS = 9  # columns
 _LONGEST_KERNEL = 120  # letters of a name with its template arguments; the record has all of it
 
@@ -100,29 +109,26 @@ def record_checks(path: str, checks: Iterable[ConsistencyCheck]) -> RenderableTy
 
 def head_lines(record: Record) -> RenderableType:
     """Return what was on trial, where and how."""
-    subject = record.subject
-    grid = new_grid(8)
-    grid.add_row(Text("run", "dim"), Text(record.id, "bold"))
-    grid.add_row(Text("command", "dim"), record.command)
-    grid.add_row(Text("subject", "dim"), f"{subject.name} ({subject.operator}), {subject.entry_point}")
+    subject, here, gpu = record.subject, record.environment, record.environment.gpu
     against = f", against {', '.join(record.baselines)}" if record.baselines else ""
-    grid.add_row(Text("suite", "dim"), f"{record.suite}{against}")
-    for label, text in _environment(record):
-        grid.add_row(Text(label, "dim"), text)
-    for resumed in record.resumed:
-        grid.add_row(Text("note", "dim"), f"goes on with {resumed.run}")
+    driver = [f"driver {here.driver}"] if here.driver else []
+    versions = [f"{name} {version}" for name, version in here.versions.items() if name in ("torch", "triton")]
+    machine = [gpu.name if gpu else "no GPU", *driver, here.platform, f"Python {here.python}", *versions]
+    lines: list[tuple[str, str | Text]] = [
+        ("run", Text(record.id, "bold")),
+        ("command", record.command),
+        ("subject", f"{subject.name} ({subject.operator}), {subject.entry_point}"),
+        ("suite", f"{record.suite}{against}"),
+        ("machine", ", ".join(machine)),
+        ("commit", commit_words(record, letters=12)),
+        *(("note", f"goes on with {resumed.run}") for resumed in record.resumed),
+    ]
     if not record.complete:
-        grid.add_row(Text("note", "dim"), Text(f"incomplete: {record.incomplete_reason}", "yellow"))
+        lines.append(("note", Text(f"incomplete: {record.incomplete_reason}", "yellow")))
+    grid = new_grid(8)
+    for label, said in lines:
+        grid.add_row(Text(label, "dim"), said)
     return grid
-
-
-def _environment(record: Record) -> list[tuple[str, str]]:
-    environment = record.environment
-    gpu = environment.gpu
-    parts = [gpu.name if gpu else "no GPU", environment.platform, f"Python {environment.python}"]
-    parts[1:1] = [f"driver {environment.driver}"] if environment.driver else []
-    versions = [f"{name} {version}" for name, version in environment.versions.items() if name in ("torch", "triton")]
-    return [("machine", ", ".join([*parts, *versions])), ("commit", commit_words(record, letters=12))]
 
 
 def case_table(record: Record, kind: TimeKind | None = None) -> RenderableType:
@@ -144,32 +150,34 @@ def new_table(*columns: str, left: int = 1, rule: bool = True) -> Table:
 
 def _speed_table(record: Record, kind: TimeKind) -> RenderableType:
     kinds = kinds_measured(record)
-    table = new_table("case and arm", *kinds, f"speedup, {kind}", "TFLOP/s", "TB/s")
-    shown = None
-    for row in arm_rows(record, kind):
-        if row.case is not shown:
-            table.add_row(Text(row.case.name, "bold"))
-            shown = row.case
-        table.add_row(*_speed_cells(row, kinds))
+    rows = [(row.case, _speed_cells(row, kinds)) for row in arm_rows(record, kind)]
+    columns = (*kinds, f"speedup, {kind}", "TFLOP/s", "TB/s")
     legend = "speedup: an arm's time / the subject's (a control's / its original's), with its 95 % interval"
     medians = "times are medians; a speedup is of rounds, in which both ran, so the quotient of two medians may differ"
     others = [f"speedups of {each} time: flashmoe show RUN --time {each}" for each in kinds if each != kind]
     lines = [legend, medians, *others, *what_is_in_cache(record), *conditions(record)]
-    return Group(table, Text("\n".join(lines), "dim"))
+    return Group(_by_case(columns, rows), Text("\n".join(lines), "dim"))
 
 
 def memory_table(record: Record) -> RenderableType:
     """Return what one call of every arm allocates, case by case, and how that compares with the subject's."""
-    table = new_table("case and arm", "peak memory", "times the subject's")
-    shown = None
+    rows: list[tuple[CaseRecord, Sequence[RenderableType]]] = []
     for row in memory_rows(record):
-        if row.case is not shown:
-            table.add_row(Text(row.case.name, "bold"))
-            shown = row.case
         ratio = f"{row.ratio:.3f}" if row.ratio is not None else ""
-        table.add_row(_arm_name(row.arm), f"{(row.arm.peak_bytes or 0) / 2**20:,.3f} MiB", ratio)
+        rows.append((row.case, [_arm_name(row.arm), f"{(row.arm.peak_bytes or 0) / 2**20:,.3f} MiB", ratio]))
     legend = "peak memory: what one call allocates, beyond its inputs; a control's is compared with its original's"
-    return Group(table, Text(legend, "dim"))
+    return Group(_by_case(("peak memory", "times the subject's"), rows), Text(legend, "dim"))
+
+
+def _by_case(columns: Sequence[str], rows: Iterable[tuple[CaseRecord, Sequence[RenderableType]]]) -> Table:
+    """Return rows of arms below the names of their cases."""
+    table, shown = new_table("case and arm", *columns), None
+    for case, cells in rows:
+        if case is not shown:
+            table.add_row(Text(case.name, "bold"))
+            shown = case
+        table.add_row(*cells)
+    return table
 
 
 def _arm_name(arm: Arm) -> Text:
@@ -254,20 +262,12 @@ def launch_table(record: Record) -> RenderableType:
             table.add_row(Text(case.name, "bold"))
         for arm in launched:
             for number, launch in enumerate(arm.launches):
-                table.add_row("" if number else f"  {arm.name}", *_launch_cells(launch))
+                times = f"{launch.count} x " if launch.count != 1 else ""
+                name = f"{times}{shortened_kernel(launch.name)}"
+                grid, block = (",".join(map(str, size)) for size in (launch.grid, launch.block))
+                memory = format_bytes(launch.shared_memory_bytes)
+                table.add_row("" if number else f"  {arm.name}", name, grid, block, str(launch.registers), memory)
     return table
-
-
-def _launch_cells(launch: Launch) -> list[str]:
-    times = f"{launch.count} x " if launch.count != 1 else ""
-    grid, block = (",".join(map(str, size)) for size in (launch.grid, launch.block))
-    return [
-        f"{times}{shortened_kernel(launch.name)}",
-        grid,
-        block,
-        str(launch.registers),
-        format_bytes(launch.shared_memory_bytes),
-    ]
 
 
 def shortened_kernel(name: str) -> str:
@@ -289,13 +289,10 @@ def figure(verdict: Verdict) -> str:
     return f"{word} of {counted(len(verdict.cases), 'case')} {format_ratio(lowest.interval)}"
 
 
-def verdict_lines(
-    verdict: Verdict, *, one_line: bool = False, why: bool = False, said: Container[str] = ()
-) -> RenderableType:
+def verdict_lines(verdict: Verdict, *, one_line: bool = False, why: bool = False) -> RenderableType:
     """Return the verdict, sentence, figure and evidence of a claim.
 
-    A claim that does not hold says why; ``why`` adds the reason to every claim. The reader has the notes in ``said``
-    already: only their subject is repeated.
+    A claim that does not hold says why; ``why`` adds the reason to every claim.
     """
     status = Text(verdict.status.value, _VERDICT_STYLE[verdict.status])
     parts = [Text(verdict.claim.sentence)]
@@ -304,25 +301,16 @@ def verdict_lines(
             where = f"{part.claim.gpu[0]} {part.status.value}, " if verdict.by_gpu else ""
             parts.append(Text(f"{where}{figure(part)}; {part.record}", "dim"))
     if why or not holds(verdict):
-        reason = verdict.reason
-        for note in verdict.notes:
-            reason = reason.replace(note, _note(note, said))
-        parts.append(Text(reason))
+        parts.append(Text(verdict.reason))
         if verdict.signature:
             parts.append(Text(verdict.signature, "dim"))
         if verdict.limits:
             parts.append(Text(f"not seen: {'; '.join(verdict.limits)}", "dim"))
     elif verdict.notes:
-        parts.append(Text("; ".join(_note(note, said) for note in verdict.notes)))
+        parts.append(Text("; ".join(verdict.notes)))
     grid = new_grid(12)
     grid.add_row(status, Text(" | " if one_line else "\n").join(parts))
     return grid
-
-
-def _note(note: str, said: Container[str]) -> str:
-    """Return a note, or what it is about where the reader has it already, e.g. without a list of files."""
-    about, colon, _ = note.partition(": ")
-    return f"{about}, as above" if note in said and colon else note
 
 
 def last_lines(record: Record) -> RenderableType:
@@ -341,15 +329,41 @@ def outcome_table(outcomes: Sequence[tuple[Record, Sequence[Verdict]]]) -> Rende
     """Return a line for each of several runs: the subject, the gate that stopped it or the verdict, and why."""
     grid = new_grid(max((len(record.subject.name) for record, _ in outcomes), default=0), 12)
     for record, verdicts in outcomes:
-        judged = [verdict for verdict in verdicts if verdict.gate_failed is None]
-        name = record.subject.name
-        if not judged:
-            grid.add_row(Text(name, "bold"), *_last_word(record))
-        for verdict in judged:
-            style, said = _VERDICT_STYLE[verdict.status], f"{verdict.claim.sentence}: {figure(verdict)}"
-            grid.add_row(Text(name, "bold"), Text(verdict.status.value, style), said)
-            name = ""
+        rows = [
+            (Text(verdict.status.value, _VERDICT_STYLE[verdict.status]), f"{verdict.claim.sentence}: {figure(verdict)}")
+            for verdict in verdicts
+            if verdict.gate_failed is None
+        ]
+        for number, row in enumerate(rows or [_last_word(record)]):
+            grid.add_row(Text("" if number else record.subject.name, "bold"), *row)
     return grid
+
+
+def host_table(runs: Mapping[str, Record]) -> RenderableType:
+    """Return a row for every case and a column for every machine: its time, and its speedup over the first baseline.
+
+    Args:
+        runs: The records by the machine's name. All are of one request.
+    """
+    columns = {name: _host_cells(record) for name, record in runs.items()}
+    cases = list(dict.fromkeys(case for cells in columns.values() for case in cells))
+    heads = ["case"]
+    for name, record in runs.items():
+        kind, gpu = default_kind(record), record.environment.gpu
+        over = f", {kind}, speedup over {record.baselines[0]}" if kind and record.baselines else ""
+        heads.append(f"{name}: {gpu.name if gpu else 'no GPU'}{over}")
+    return plain_table(heads, [[case, *(cells.get(case, "") for cells in columns.values())] for case in cases])
+
+
+def _host_cells(record: Record) -> dict[str, str]:
+    kind = default_kind(record)
+    cells = {case.name: {True: "correct", False: "wrong", None: "not shown"}[case.correct] for case in record.cases}
+    for row in arm_rows(record, kind) if kind else ():
+        if row.arm.role == "subject":
+            cells[row.case.name] = f"{format_seconds(row.rates.seconds)}, no speedup" if row.rates else row.arm.status
+        elif row.arm.name in record.baselines[:1] and row.ratio and cells[row.case.name].endswith("no speedup"):
+            cells[row.case.name] = cells[row.case.name].replace("no speedup", format_ratio(row.ratio))
+    return cells
 
 
 def count_line(verdicts: Sequence[Verdict]) -> str:
@@ -410,3 +424,79 @@ def compile_line(
     spills = f"{format_bytes(spill_bytes)} spilled" if spill_bytes else "no spills"
     shared = f"{format_bytes(shared_memory_bytes)} of shared memory"
     return _plan_line(f"compile {kernel}: {registers} registers a thread, {spills}, {shared}; took {seconds:.1f} s")
+
+
+def comparison_lines(comparison: Comparison) -> RenderableType:
+    """Return the revisions, a row for every case and kind of time, and the verdict over all."""
+    head = new_grid(0)
+    how = "rounds interleaved in one run" if comparison.paired else "two runs, not paired"
+    how = f"; {how}" if comparison.cases else ""
+    for label, text in (
+        ("A", comparison.a),
+        ("B", comparison.b),
+        ("subject", f"{comparison.subject}, suite {comparison.suite}{how}"),
+    ):
+        head.add_row(Text(label, "dim"), text)
+    parts: list[RenderableType] = [head, ""]
+    if comparison.cases:
+        parts += [_comparison_table(comparison), Text(_legend(comparison), "dim"), ""]
+    verdict = new_grid(9)
+    word = "gate failed" if comparison.gate_failed else comparison.effect.value
+    verdict.add_row(Text(word, _EFFECT_STYLE[comparison.effect]), comparison.reason)
+    for note in comparison.notes:
+        verdict.add_row("", Text(f"note: {note}", "dim"))
+    return Group(*parts, verdict)
+
+
+def history_lines(history: History) -> RenderableType:
+    """Return a row for every run, every change between two of them, and what all that shows."""
+    over = history.cases[0] if len(history.cases) == 1 else f"geometric mean of {counted(len(history.cases), 'case')}"
+    head = f"{history.subject} over {history.baseline}, suite {history.suite}, {history.metric} time: {over}"
+    runs = new_table("run", "commit", "speedup", "level", left=2)
+    for point in history.points:
+        runs.add_row(point.run, point.commit[:12], f"{point.speedup:.3f}x", str(point.level + 1))
+    grid = new_grid(9)
+    for change in history.changes:
+        new = change.chance is not None
+        shift = format_ratio(change.interval) if change.interval else f"{change.shift:.3f}x"
+        chance = f", chance {change.chance:.2g}" if change.chance is not None else ""
+        where = f"{change.before} -> {change.after}: {shift}{chance}"
+        grid.add_row(Text(change.label, "bold yellow" if new else "dim"), Text(f"{where}\n{change.reason}"))
+    for note in history.notes:
+        grid.add_row(Text("note", "dim"), Text(note, "dim"))
+    return Group(head, "", runs, "", grid, Text(history.verdict, "bold"))
+
+
+def _comparison_table(comparison: Comparison) -> RenderableType:
+    table = new_table("case", "time", "A", "B", "A / B", "B is", left=2)
+    for case in comparison.cases:
+        table.add_row(
+            case.name,
+            case.metric,
+            *(map(format_seconds, case.seconds) if case.seconds else ("", "")),
+            format_ratio(case.ratio),
+            Text(case.effect.value, _EFFECT_STYLE[case.effect]),
+        )
+    reasons = _reasons(comparison.cases)
+    return Group(table, *reasons) if reasons else table
+
+
+def _reasons(cases: Sequence[CaseComparison]) -> list[RenderableType]:
+    """Return why cases are undecided, each reason once."""
+    by_reason: dict[str, list[str]] = {}
+    for case in cases:
+        if case.reason:
+            by_reason.setdefault(case.reason, []).append(f"{case.name}, {case.metric}")
+    lines: list[RenderableType] = []
+    for reason, names in by_reason.items():
+        where = "; ".join(names) if len(names) <= _LISTED else f"{len(names)} of {len(cases)}"
+        lines.append(Text.assemble(("undecided", "yellow"), f" ({where}): {reason}"))
+    return lines
+
+
+def _legend(comparison: Comparison) -> str:
+    low, high = 1 / (1 + comparison.tolerance), 1 + comparison.tolerance
+    return (
+        f"A / B: {comparison.quantity}; intervals hold together at 95 %\n"
+        f"same: all of the interval within {low:.4g} to {high:.4g} (--tolerance {comparison.tolerance:.3g})"
+    )
