@@ -1,5 +1,6 @@
 """Time attention and experts over the GPUs of this host beside one GPU, and beside PyTorch's own context_parallel.
 
+    export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1   # where multicast is not allowed
     torchrun --nproc-per-node 2 tools/time_several_gpus.py [causal packed experts] [--tokens 16384 65536] [--out FILE]
 
 Attention: bf16, 32 query heads, 8 K/V heads, D 128, causal, one sequence or a packed batch. Experts: Mixtral and
@@ -91,6 +92,19 @@ def long_tailed(tokens: int) -> list[int]:
     return lengths
 
 
+def ways(ranks: int) -> dict[str, dict[str, Any]]:
+    """Return the options of every arm of attention."""
+    found: dict[str, dict[str, Any]] = {"gather": {"strategy": "gather"}}
+    if HEADS_KV % ranks == 0:
+        found["heads"] = {"strategy": "heads"}
+        for transport in ("collectives", "symmetric"):
+            for groups in (1, 2, 4):
+                if HEADS_KV // ranks % groups == 0 and (transport, groups) != ("collectives", 1):
+                    options = {"strategy": "heads", "head_groups": groups, "transport": transport}
+                    found[f"heads, {groups} groups, {transport}"] = options
+    return found
+
+
 def measure_attention(tokens: int, ranks: int, *, packed: bool) -> dict[str, Any]:
     """Return the rates of every arm."""
     mesh = init_device_mesh("cuda", (ranks,), mesh_dim_names=("cp",))
@@ -105,17 +119,15 @@ def measure_attention(tokens: int, ranks: int, *, packed: bool) -> dict[str, Any
         )
     else:
         arms["one GPU"] = arm(lambda q, k, v: flash_attention(q, k, v, causal=True), whole)
-    for strategy in ("heads", "gather"):
-        cp = ContextParallel(mesh, strategy=strategy)
+    for name, options in ways(ranks).items():
+        cp = ContextParallel(mesh, **options)
         if packed:
             plan = cp.plan(lengths)
             local = [cp.shard(x, 0, plan) for x in whole]
-            arms[strategy] = arm(
-                lambda q, k, v, cp=cp, plan=plan: cp.attention_packed(q, k, v, plan, causal=True), local
-            )
+            arms[name] = arm(lambda q, k, v, cp=cp, plan=plan: cp.attention_packed(q, k, v, plan, causal=True), local)
         else:
             local = [cp.shard(x.transpose(1, 2), 1).transpose(1, 2) for x in whole]
-            arms[strategy] = arm(lambda q, k, v, cp=cp: cp.attention(q, k, v, causal=True), local)
+            arms[name] = arm(lambda q, k, v, cp=cp: cp.attention(q, k, v, causal=True), local)
     found = run_rounds(arms)
     pairs = sum(length * (length + 1) / 2 for length in lengths)
     return summary(found, 4 * pairs * HEADS * D, 2.5, ranks)
@@ -148,7 +160,8 @@ def run_rounds(arms: dict[str, Callable[[], Times]]) -> dict[str, list[Times]]:
 def measure_experts(model: str, ranks: int) -> dict[str, Any]:
     """Return the rates of all experts on one GPU's tokens, and of some experts on the tokens of all GPUs."""
     experts, top_k, hidden, inter = EXPERTS[model]
-    ep = ExpertParallel(init_device_mesh("cuda", (ranks,), mesh_dim_names=("ep",)))
+    mesh = init_device_mesh("cuda", (ranks,), mesh_dim_names=("ep",))
+    ep, once = ExpertParallel(mesh), ExpertParallel(mesh, strategy="once")
     x, do = draw(1 + dist.get_rank(), TOKENS, hidden), draw(2, TOKENS, hidden)
     w_gate_up, w_down = draw(3, experts, 2 * inter, hidden) / hidden**0.5, draw(4, experts, hidden, inter) / inter**0.5
     weights, ids = route(draw(5 + dist.get_rank(), TOKENS, experts), top_k)
@@ -156,6 +169,7 @@ def measure_experts(model: str, ranks: int) -> dict[str, Any]:
     arms = {
         "one GPU": arm(lambda x, up, down: fused_moe(x, up, down, weights, ids), [x, w_gate_up, w_down, do]),
         "experts of each rank": arm(lambda x, up, down: ep.fused_moe(x, up, down, weights, ids), mine),
+        "a token once a rank": arm(lambda x, up, down: once.fused_moe(x, up, down, weights, ids), mine),
     }
     return summary(run_rounds(arms), ranks * 6.0 * TOKENS * top_k * hidden * inter, 2.0, ranks, one=1 / ranks)
 

@@ -7,6 +7,7 @@
     ├── UnsupportedError (NotImplementedError)  a valid problem that no kernel serves here
     ├── CompileError (RuntimeError)             a kernel does not compile, or not within the limits of its target
     ├── LaunchError (RuntimeError)              the driver refuses to load or to launch a kernel
+    ├── RankLostError (RuntimeError)            a collective failed: it names the ranks that do not answer
     ├── MissingPackageError (ImportError)       a package that an integration is for is not installed
     └── ProofError                              the harness cannot go on
         ├── SubjectError (ValueError)           a kernel.toml is wrong: names file, key and what was expected
@@ -66,6 +67,10 @@ class CompileError(FlashmoeError, RuntimeError):
 
 class LaunchError(FlashmoeError, RuntimeError):
     """The driver refuses to load or to launch a kernel."""
+
+
+class RankLostError(FlashmoeError, RuntimeError):
+    """A collective between ranks failed, as a rank ended or cannot be reached."""
 
 
 class MissingPackageError(FlashmoeError, ImportError):

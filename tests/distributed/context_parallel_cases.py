@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 
 from flashmoe_science import InputError, UnsupportedError, flash_attention, flash_attention_varlen
-from flashmoe_science.distributed import ContextParallel
+from flashmoe_science.distributed import ContextParallel, PackedPlan, exchange, plan as plans
 
 TOKENS = 64
 LENGTHS = (1, 21, 3, 15, 24)  # 64 tokens in all
@@ -115,6 +117,62 @@ def packed(cp: ContextParallel, options: dict[str, Any], lengths: tuple[int, ...
     return compare(mine, whole, cut)
 
 
+def copies_and_compares_nothing(cp: ContextParallel) -> bool:
+    """Whether a call with another plan than before copies nothing to the device, and compares nothing over ranks."""
+    inputs = Sizes(8, 4).draw(TOKENS)[:3]
+
+    def call(plan: PackedPlan) -> Tensor:
+        q, k, v = (cp.shard(x, 0, plan) for x in inputs)
+        o: Tensor = cp.attention_packed(q, k, v, plan, causal=True)
+        return o
+
+    call(cp.plan(LENGTHS))
+    later = cp.plan((40, 24))
+    refuse = mock.Mock(side_effect=AssertionError)
+    with mock.patch.object(plans, "on_device", refuse), mock.patch.object(exchange, "compare", refuse):
+        call(later)
+    return not refuse.called
+
+
+def compiled(rank: int, ranks: int) -> dict[str, Any]:
+    """Compiled calls beside eager ones: one graph, also for batches of other documents."""
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
+    found: dict[str, Any] = {}
+    for strategy, head_groups in (("heads", 2), ("gather", 1)):
+        cp = ContextParallel(mesh, strategy=strategy, head_groups=head_groups)
+        counter = CompileCounterWithBackend("aot_eager")
+
+        def call(
+            q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, plan: Any, *, cp: ContextParallel = cp
+        ) -> tuple[Tensor, Tensor]:
+            options: dict[str, Any] = {"causal": True, "sinks": sinks, "return_lse": True}
+            if plan is None:
+                o, lse = cp.attention(q, k, v, **options)
+            else:
+                o, lse = cp.attention_packed(q, k, v, plan, **options)
+            return o * 2, lse + 1
+
+        graph = torch.compile(call, backend=counter, fullgraph=True)
+        sizes = Sizes(4 * ranks, 2 * ranks)
+        plans = [None, *(cp.plan(lengths) for lengths in (LENGTHS, (40, 24), (1, 2, 61)))]
+        for number, plan in enumerate(plans):
+            inputs = [x if plan else x.transpose(1, 2) for x in sizes.draw(*(() if plan else (2,)), TOKENS)]
+            local = [cp.shard(x, 0 if plan else 2, plan) for x in inputs]
+            sinks = draw(9, sizes.heads)
+            results = []
+            runs: list[Any] = [call, graph]
+            for run in runs:
+                leaves = [x.detach().requires_grad_() for x in (*local[:3], sinks)]
+                o, lse = run(*leaves, plan)
+                gradients = torch.autograd.grad((o.square().sum() + lse.sin().sum()), leaves)
+                results.append([o.detach(), lse.detach(), *gradients])
+            same = all(torch.equal(mine, other) for mine, other in zip(*results, strict=True))
+            strides = results[0][0].stride() == results[1][0].stride()
+            found[f"{strategy}, {head_groups} groups, {number}"] = same and strides
+        found[f"{strategy}, {head_groups} groups, graphs"] = counter.frame_count <= 3  # fixed; packed, then any plan
+    return found
+
+
 def message(call: Callable[[], Any], expected: type[Exception]) -> str:
     try:
         call()
@@ -134,6 +192,12 @@ def all_cases(rank: int, ranks: int) -> dict[str, Any]:
             found[f"{strategy}, packed, {name}"] = packed(cp, options, LENGTHS, Sizes(8, 4))
         other = Sizes(4, 4) if strategy == "heads" else Sizes(6, 3)
         found[f"{strategy}, other heads"] = fixed(cp, FIXED["causal"], TOKENS, other)
+        if strategy == "heads":
+            grouped = ContextParallel(mesh, strategy=strategy, head_groups=2)
+            for name in ("causal", "sinks", "alibi"):
+                found[f"heads, 2 groups, {name}"] = fixed(grouped, FIXED[name], TOKENS, Sizes(16, 8))
+                found[f"heads, 2 groups, packed, {name}"] = packed(grouped, PACKED[name], LENGTHS, Sizes(16, 8))
+        found[f"{strategy}, later plans"] = {"x": [0.0, copies_and_compares_nothing(cp)]}
         x = draw(1, 3, TOKENS, 2)
         found[f"{strategy}, unshard"] = {"x": [0.0, torch.equal(cp.unshard(cp.shard(x, 1), 1), x)]}
     return found
@@ -150,7 +214,49 @@ def gpu_cases(rank: int, ranks: int) -> dict[str, Any]:
         for name in ("causal", "full", "sinks"):
             found[f"{strategy}, packed, {name}"] = packed(cp, FIXED[name], (1, 300, 77, 1024 * ranks, 646), sizes)
         found[f"{strategy}, repeats"] = {"same": [0.0, _same_in_repeats(cp, sizes)]}
+        found[f"{strategy}, graph repeats"] = {"same": [0.0, _same_in_graph(cp, sizes, 2048 * ranks)]}
+    sizes = Sizes(8 * ranks, 4 * ranks, 128, 128, torch.bfloat16)
+    for transport in ("collectives", "symmetric"):
+        for groups in (1, 2, 4):
+            cp = ContextParallel(mesh, strategy="heads", transport=transport, head_groups=groups)
+            name = f"heads, {transport}, {groups} groups"
+            for case in ("causal", "sinks"):
+                found[f"{name}, {case}"] = fixed(cp, FIXED[case], 2048 * ranks, sizes)
+                found[f"{name}, packed, {case}"] = packed(cp, FIXED[case], (1, 300, 77, 1024 * ranks, 646), sizes)
+            found[f"{name}, repeats"] = {"same": [0.0, _same_in_repeats(cp, sizes)]}
+            found[f"{name}, graph repeats"] = {"same": [0.0, _same_in_graph(cp, sizes, 2048 * ranks)]}
     return found
+
+
+def _same_in_graph(cp: ContextParallel, sizes: Sizes, tokens: int) -> bool:
+    """Whether a CUDA graph of a packed call and its gradients, replayed on other inputs, gives the bits of the call."""
+    plan = cp.plan([tokens // 4, tokens // 2, tokens // 4])
+    held = [cp.shard(x, 0, plan) for x in sizes.draw(tokens)]
+    q, k, v = leaves = [x.requires_grad_() for x in held[:3]]
+    do = held[3]
+
+    def call() -> list[Tensor]:
+        o = cp.attention_packed(q, k, v, plan, causal=True)
+        return [o.detach(), *torch.autograd.grad(o, leaves, do)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    for number in range(5):
+        with torch.no_grad():
+            for x in held:
+                x.mul_(1 + number / 4)
+        graph.replay()
+        replayed = [x.clone() for x in captured]
+        if not all(torch.equal(mine, other) for mine, other in zip(replayed, call(), strict=True)):
+            return False
+    return True
 
 
 def _same_in_repeats(cp: ContextParallel, sizes: Sizes) -> bool:
@@ -206,11 +312,20 @@ def errors(rank: int, ranks: int) -> dict[str, Any]:
         "twice": message(lambda: _differentiate_twice(gather, q), RuntimeError),
         "tokens": message(lambda: gather.shard(draw(0, 2 * ranks + 1), 0), InputError),
         "lengths": message(lambda: gather.plan([8 * ranks + 1]), InputError),
-        "no length": message(lambda: gather.plan([]), InputError),
+        "no length": message(lambda: gather.plan([] if rank else [8 * ranks]), InputError),
+        "other lengths": message(lambda: heads.plan([3, 5] if rank else [8]), InputError),
+        "groups": message(lambda: ContextParallel(mesh, strategy="heads", head_groups=0), InputError),
+        "heads of groups": message(
+            lambda: ContextParallel(mesh, strategy="heads", head_groups=3).attention(q, k, v), InputError
+        ),
+        "transport": message(lambda: ContextParallel(mesh, strategy="heads", transport="ring"), InputError),
+        "symmetric": message(lambda: ContextParallel(mesh, strategy="heads", transport="symmetric"), UnsupportedError),
+        "groups of gather": message(lambda: ContextParallel(mesh, strategy="gather", head_groups=2), UnsupportedError),
         "strategy": message(lambda: ContextParallel(mesh, strategy="ring"), InputError),
         "auto": message(lambda: ContextParallel(mesh), InputError),
         "chosen": [ContextParallel(mesh, heads_kv=heads_kv).strategy for heads_kv in (ranks, ranks + 1)],
         "explained": heads.explain(q, k, v),
+        "groups explained": ContextParallel(mesh, strategy="heads", head_groups=2).explain(q, k, v),
         "after all": float(heads.attention(q, k, v).sum() * 0),
     }
 

@@ -5,14 +5,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from ..proof.processes import python_path
 
@@ -20,9 +26,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_ranks(
-    module: str, function: str, ranks: int, folder: Path, *, backend: str = "gloo", timeout: float = 240
+    module: str,
+    function: str,
+    ranks: int,
+    folder: Path,
+    *,
+    backend: str = "gloo",
+    timeout: float = 240,
+    killed: int | None = None,
 ) -> list[dict[str, Any]]:
     """Return what ``function(rank, ranks)`` returned on each rank. A rank that fails fails the test.
+
+    The rank ``killed`` must end by SIGKILL, and returns nothing.
 
     NVLink multicast stays off: not every machine that is shared allows it.
     """
@@ -32,7 +47,7 @@ def run_ranks(
         environment = {
             **os.environ, "PYTHONPATH": python_path(ROOT / "src", ROOT), "RANK": str(rank), "WORLD_SIZE": str(ranks),
             "STORE": str(folder / "store"), "OUT": str(folder / f"{rank}.json"), "OMP_NUM_THREADS": "1",
-            "BACKEND": backend, "NCCL_NVLS_ENABLE": "0",
+            "BACKEND": backend, "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
         }  # fmt: skip
         command = [sys.executable, "-m", "tests.distributed.ranks", module, function]
         with (folder / f"{rank}.log").open("w", encoding="utf-8") as log:
@@ -43,14 +58,24 @@ def run_ranks(
         for process in processes:
             process.kill()
     logs = "\n".join((folder / f"{rank}.log").read_text(encoding="utf-8")[-3000:] for rank in range(ranks))
-    assert codes == [0] * ranks, logs
-    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
+    assert codes == [-signal.SIGKILL if rank == killed else 0 for rank in range(ranks)], logs
+    files = [folder / f"{rank}.json" for rank in range(ranks) if rank != killed]
+    return [json.loads(file.read_text(encoding="utf-8")) for file in files]
+
+
+@contextlib.contextmanager
+def fake_ranks(ranks: int, rank: int = 0) -> Iterator[None]:
+    """Be one rank of many: collectives send nothing, and leave what they return as it was allocated."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def main() -> None:
-    import torch
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     backend = os.environ["BACKEND"]

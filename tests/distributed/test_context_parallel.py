@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,8 +37,14 @@ def test_bits_are_those_of_one_process_where_promised(found: list[dict[str, Any]
         for case, tensors in cases.items():
             if case.startswith("heads"):
                 assert all(same for name, (_, same) in tensors.items() if name != "dsinks"), case
-            if case.endswith("unshard"):
+            if case.endswith(("unshard", "later plans")):
                 assert tensors["x"][1], case
+
+
+def test_compiled_calls_are_one_graph_with_the_bits_of_eager_ones(tmp_path: Path) -> None:
+    for cases in run_ranks(_MODULE, "compiled", 2, tmp_path):
+        assert len(cases) == 10
+        assert all(cases.values()), cases
 
 
 def test_errors_name_the_rank_and_are_raised_on_all(found: list[dict[str, Any]]) -> None:
@@ -62,12 +69,25 @@ def test_errors_name_the_rank_and_are_raised_on_all(found: list[dict[str, Any]])
         "twice": "differentiate twice",
         "tokens": "pad the sequence to 8 tokens",
         "lengths": "append a document of 15 tokens of padding",
-        "no length": "lengths must be integers above 0",
+        "no length": "rank 1: lengths must be integers above 0",
+        "other lengths": "rank 0 has a plan of 1 documents, 8 tokens, digest",
+        "groups": "head_groups must be an integer above 0, got 0",
+        "heads of groups": "heads must be multiples of the 2 ranks times 3 groups",
+        "transport": 'transport must be "collectives" or "symmetric", got \'ring\'',
+        "symmetric": 'transport="symmetric" needs CUDA, and the mesh is of cpu',
+        "groups of gather": 'strategy="gather" serves transport="collectives" and head_groups=1 alone',
         "strategy": 'strategy must be "heads", "gather" or "auto", got \'ring\'',
         "auto": "heads_kv must be given",
     }
     for name, text in expected.items():
         assert text in first[name], name
     assert first["chosen"] == ["heads", "gather"]
-    assert "strategy heads: 2 ranks divide 4 K/V heads" in first["explained"]
+    for text in (
+        "strategy heads: 2 ranks divide 4 K/V heads",
+        "transport collectives: ",
+        "gloo",
+        "nothing is exchanged while",
+    ):
+        assert text in first["explained"]
+    assert "2 groups of heads, each on its way while the one before attends" in first["groups explained"]
     assert first["after all"] == 0

@@ -2,6 +2,6 @@
 
 from .context_parallel import ContextParallel
 from .expert_parallel import ExpertParallel
-from .layout import PackedPlan
+from .plan import PackedPlan
 
 __all__ = ["ContextParallel", "ExpertParallel", "PackedPlan"]

@@ -1,23 +1,19 @@
-"""The calls that a rank makes of one call on all ranks, and attention by gathered K and V."""
+"""The calls of attention that a rank makes of one call on all ranks."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..attention.backward.autograd import gradients_of
 from ..attention.dispatch import attend
 from ..attention.inputs import Options
 from ..errors import InputError, UnsupportedError
-from .exchange import gather_tokens, reduce_tokens
-from .layout import Layout, PackedPlan, Piece, Span, keys_of
+from .layout import Layout, Piece, Span, keys_of
 
 
 class ByHead(NamedTuple):
@@ -38,9 +34,62 @@ class ByHead(NamedTuple):
         if self.alibi is not None and self.alibi.requires_grad and torch.is_grad_enabled():
             raise InputError("alibi must not require grad: there is no gradient of it, got one that does")
 
-    def of_rank(self, rank: int, ranks: int) -> ByHead:
-        """Return the part of a rank's heads."""
-        return ByHead(*(None if tensor is None else tensor.reshape(ranks, -1)[rank] for tensor in self))
+    def of_group(self, part: GroupOfHeads) -> ByHead:
+        """Return what the heads of a rank's group have."""
+        return ByHead(
+            *(None if x is None else x.reshape(part.ranks, part.groups, -1)[part.rank, part.group] for x in self)
+        )
+
+    def given(self) -> dict[str, Tensor]:
+        """Return those that there are, by name."""
+        return {name: tensor for name, tensor in self._asdict().items() if tensor is not None}
+
+
+class GroupOfHeads(NamedTuple):
+    """Which heads: group ``group`` of ``groups`` of the heads of rank ``rank`` of ``ranks``."""
+
+    rank: int
+    ranks: int
+    group: int
+    groups: int
+
+
+class Attended(NamedTuple):
+    """What a rank has of a call. Axes of tokens come before those of heads in memory."""
+
+    o: Tensor  # [B, H, n, DV]
+    lse: Tensor  # [B, H, n] fp32; H is 0 where it is not asked for
+    kept: list[Tensor]  # for the gradients, besides the inputs, o and lse
+
+
+class Inputs(NamedTuple):
+    """What a call on all ranks is given."""
+
+    q: Tensor  # [B, H, n, D]
+    k: Tensor  # [B, HK, n, D]
+    v: Tensor  # [B, HK, n, DV]
+    heads: ByHead
+
+
+class Gradients(NamedTuple):
+    """Gradients of the inputs."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None  # the part of this rank
+
+
+class Recipe(Protocol):
+    """How the ranks serve one kind of call."""
+
+    def forward(self, inputs: Inputs) -> Attended:
+        """Attend."""
+
+    def backward(
+        self, inputs: Inputs, found: Attended, do: Tensor | None, dlse: Tensor | None, *, sinks: bool
+    ) -> Gradients:
+        """Return gradients; that of sinks where it is asked for."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +129,8 @@ def fixed_call(span: Span, layout: Layout, options: Options) -> Call:
     return Call(options._replace(window=keys.window), span[1] - span[0], (keys.start, keys.end))
 
 
-def packed_call(piece: Piece, options: Options, device: torch.device) -> Call:
-    """Return the call of a piece of a packed batch."""
-    starts = {"cu_seqlens_q": on_device(piece.starts_q, device), "cu_seqlens_k": on_device(piece.starts_k, device)}
+def packed_call(piece: Piece, starts: Mapping[str, Tensor], options: Options) -> Call:
+    """Return the call of a piece of a packed batch, whose documents start at ``starts`` on the device."""
     options = options._replace(max_seqlens=piece.longest)
     return Call(options, piece.queries[1] - piece.queries[0], piece.keys, starts)
 
@@ -92,76 +140,9 @@ def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int32).to(device, non_blocking=True)
 
 
-def refuse_by_gather(options: Options, heads: ByHead, plan: PackedPlan | None) -> None:
+def refuse_by_gather(options: Options, heads: ByHead, *, packed: bool) -> None:
     """Raise ``UnsupportedError`` where a call on part of the keys would place its queries elsewhere."""
     if heads.alibi is not None and not options.causal:
         raise UnsupportedError('alibi needs causal=True with strategy="gather"')
-    if plan is not None and options.window != (-1, -1) and not options.causal:
+    if packed and options.window != (-1, -1) and not options.causal:
         raise UnsupportedError('a window of packed documents needs causal=True with strategy="gather"')
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """How the calls of a rank get their keys."""
-
-    group: dist.ProcessGroup
-    layout: Layout
-    calls: tuple[Call, ...]
-
-    def gather(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return K and V of all tokens, ``[B, HK, T, D]`` each, from those of this rank."""
-        local = torch.cat((k, v), 3).permute(2, 0, 1, 3)  # tokens first
-        whole = gather_tokens(local, self.layout, self.group).permute(1, 2, 0, 3)
-        return whole[..., : k.shape[3]], whole[..., k.shape[3] :]
-
-    def rows(self) -> list[slice]:
-        """Return the local rows of each call."""
-        ends = itertools.accumulate((call.rows for call in self.calls), initial=0)
-        return [slice(start, end) for start, end in itertools.pairwise(ends)]
-
-
-class Gathered(torch.autograd.Function):
-    """Attention by gathered K and V. They are gathered again for the gradients: nothing whole is kept."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, exchange: Exchange, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, alibi: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return o and LSE of the local tokens."""
-        whole_k, whole_v = exchange.gather(k, v)
-        found = []
-        for call, rows in zip(exchange.calls, exchange.rows(), strict=True):
-            keys = slice(*call.keys)
-            given = {"q": q[:, :, rows], "k": whole_k[:, :, keys], "v": whole_v[:, :, keys]}
-            found.append(call.attend({**given, "sinks": sinks, "alibi": alibi}))
-        o, lse = (torch.cat(parts, 2) for parts in zip(*found, strict=True))
-        ctx.exchange = exchange
-        ctx.save_for_backward(q, k, v, sinks, alibi, o, lse)
-        ctx.set_materialize_grads(False)
-        return o, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
-        """Return the gradients of the local tokens."""
-        exchange: Exchange = ctx.exchange
-        q, k, v, sinks, alibi, o, lse = ctx.saved_tensors
-        by_head = {name: x for name, x in (("sinks", sinks), ("alibi", alibi)) if x is not None}
-        wanted = ["q", "k", "v", *(["sinks"] if ctx.needs_input_grad[4] else [])]
-        whole_k, whole_v = exchange.gather(k, v)
-        batch, heads_kv, tokens, columns = whole_k.shape
-        # fp32, as calls of this rank and of others add to the same keys.
-        sums = q.new_zeros(tokens, batch, heads_kv, columns + v.shape[3], dtype=torch.float32)
-        dq, dsinks = [], []
-        for call, rows in zip(exchange.calls, exchange.rows(), strict=True):
-            keys = slice(*call.keys)
-            given = {"q": q[:, :, rows], "k": whole_k[:, :, keys], "v": whole_v[:, :, keys], **by_head}
-            given |= {"o": o[:, :, rows], "lse": lse[:, :, rows]}
-            given |= {name: x[:, :, rows] for name, x in (("do", do), ("dlse", dlse)) if x is not None}
-            found = call.gradients(given, wanted)
-            dq.append(found["q"])
-            sums[keys, ..., :columns] += found["k"].permute(2, 0, 1, 3)
-            sums[keys, ..., columns:] += found["v"].permute(2, 0, 1, 3)
-            dsinks += [found["sinks"]] if "sinks" in found else []
-        own = reduce_tokens(sums, exchange.layout, exchange.group).to(k.dtype).permute(1, 2, 0, 3)
-        return None, torch.cat(dq, 2), own[..., :columns], own[..., columns:], sum(dsinks) if dsinks else None, None

@@ -6,13 +6,21 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ..attention.inputs import Options
-from ..errors import InputError, shown
-from .calls import ByHead, Call, Exchange, Gathered, fixed_call, on_device, packed_call, refuse_by_gather
-from .exchange import Agreement, HeadsToTokens, TokensToHeads, describe_tensors, gather_tokens, group_of
-from .layout import Layout, PackedPlan, plan_packed, straight_layout, zigzag_layout
+from ..attention.inputs import Options, cast_under_autocast
+from ..errors import InputError, UnsupportedError, shown
+from ..gpu.subclasses import is_watched
+from .calls import ByHead, Call, Inputs, Recipe, fixed_call, refuse_by_gather
+from .exchange import Agreement, compare, describe_tensors, gather_tokens, group_of, kind_of
+from .gather import GatherRecipe
+from .heads import HeadsRecipe
+from .layout import Layout, plan_packed, straight_layout, zigzag_layout
+from .named import name
+from .operator import Attend, operate
+from .plan import PackedPlan
+from .transport import transport_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -35,22 +43,38 @@ class ContextParallel:
       V are summed in fp32 in the order of ranks: the same bits in every run.
 
     All ranks of the mesh call every method, with the same options and shapes. The first call of its kind compares them
-    over ranks; with ``FLASHMOE_CHECK=1`` in the environment every call does. Errors are then raised on all ranks.
+    over ranks; with ``FLASHMOE_CHECK=1`` in the environment every call does. Errors are then raised on all ranks. Where
+    a rank ends, a collective of the others fails with ``RankLostError``, which names it. ``torch.compile`` makes one
+    operator of a call.
 
     Sources: DeepSpeed-Ulysses (Jacobs et al., 2023) for the exchange of heads; Llama 3 (2024) for the gather of K and
     V; ring-flash-attention (Zhu, 2024) for the chunks from front and back.
     """
 
-    def __init__(self, mesh: DeviceMesh, *, heads_kv: int | None = None, strategy: str = "auto") -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        *,
+        heads_kv: int | None = None,
+        strategy: str = "auto",
+        head_groups: int = 1,
+        transport: str = "collectives",
+    ) -> None:
         """Choose the strategy.
 
         Args:
             mesh: of one dimension, as ``mesh["cp"]``.
             heads_kv: K/V heads of the calls to come: ``"auto"`` chooses ``"heads"`` where the ranks divide them.
             strategy: ``"heads"``, ``"gather"`` or ``"auto"``.
+            head_groups: by ``"heads"``, in how many groups a rank's K/V heads travel. While one group attends, the next
+                is on its way. It divides the K/V heads of a rank. It changes no bit.
+            transport: by ``"heads"``, ``"collectives"`` of the group's backend (NCCL, gloo), or ``"symmetric"``: copies
+                over symmetric memory, between GPUs of one host that read one another. It changes no bit.
 
         Raises:
-            InputError: the mesh has several dimensions, the strategy is unknown, or ``"auto"`` has no ``heads_kv``.
+            InputError: the mesh has several dimensions, a name is unknown, ``head_groups`` is no integer above 0, or
+                ``"auto"`` has no ``heads_kv``.
+            UnsupportedError: ``"symmetric"`` is asked for and cannot be had, or asked for with ``"gather"``.
         """
         self.group = group_of(mesh, "cp")
         self.rank, self.ranks = self.group.rank(), self.group.size()
@@ -60,24 +84,55 @@ class ContextParallel:
             strategy = "gather" if heads_kv % self.ranks else "heads"
         if strategy not in _STRATEGIES:
             raise InputError(f'strategy must be "heads", "gather" or "auto", got {shown(strategy)}')
-        self.strategy = strategy
+        if type(head_groups) is not int or head_groups < 1:
+            raise InputError(f"head_groups must be an integer above 0, got {shown(head_groups)}")
+        if strategy == "gather" and (transport != "collectives" or head_groups != 1):
+            raise UnsupportedError(
+                f'strategy="gather" serves transport="collectives" and head_groups=1 alone, '
+                f"got {shown(transport)} and {head_groups}"
+            )
+        self.strategy, self.head_groups = strategy, head_groups
+        self._transport = transport_of(transport, self.group, mesh.device_type)
+        self._device_type = mesh.device_type
         self._agreement = Agreement(self.group)
+        self._number = name(self)
 
     def layout(self, tokens: int) -> Layout:
         """Return which tokens each rank holds of a sequence. Raises ``InputError`` where it cannot be split."""
         return (straight_layout if self.strategy == "heads" else zigzag_layout)(tokens, self.ranks)
 
-    def plan(self, lengths: Sequence[int]) -> PackedPlan:
-        """Return how a packed batch is split, once for all layers.
+    def plan(
+        self, lengths: Sequence[int], *, causal: bool = True, windows: Sequence[tuple[int, int]] = ((-1, -1),)
+    ) -> PackedPlan:
+        """Return how a packed batch is split, once for all layers. All ranks call it, and it compares their lengths.
 
         Args:
             lengths: of the documents, in tokens, as integers on the host; their sum is a multiple of the number of
                 ranks, and with ``"gather"`` of 8 times that.
+            causal: of the calls to come. Calls with other masks prepare their own part of the plan.
+            windows: of the calls to come, likewise.
 
         Raises:
-            InputError: a length is no integer above 0, or the tokens cannot be split so.
+            InputError: on all ranks, where on one a length is no integer above 0, the tokens cannot be split so, or
+                the lengths are others than those of rank 0.
         """
-        return plan_packed(lengths, self.ranks, 1 if self.strategy == "heads" else _CHUNKS)
+        found: list[PackedPlan] = []
+
+        def describe() -> str:
+            packed = plan_packed(lengths, self.ranks, 1 if self.strategy == "heads" else _CHUNKS)
+            found.append(PackedPlan(packed, self.rank, self._device()))
+            return f"a plan of {len(lengths)} documents, {packed.starts[-1]} tokens, digest {found[0].digest}"
+
+        compare(describe, self.group)
+        (plan,) = found
+        if self.strategy == "gather":
+            plan.prepare([(causal, window) for window in windows])
+        return plan
+
+    def _device(self) -> torch.device:
+        if self._device_type == "cuda":
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device(self._device_type)
 
     def shard(self, x: Tensor, dim: int, plan: PackedPlan | None = None) -> Tensor:
         """Return the tokens of this rank, contiguous: of inputs, labels and positions alike.
@@ -150,14 +205,8 @@ class ContextParallel:
         Gradients: of q, k, v and sinks, and of the LSE. That of sinks is this rank's part: ranks add theirs, as they do
         for every parameter.
         """
-        options = Options(causal, softmax_scale, window, softcap, return_lse=True)
-        heads = ByHead(sinks, alibi)
-        layout = self._check((q, k, v), heads, options, None)
-        if self.strategy == "heads":
-            o, lse = self._by_heads((q, k, v), heads, Call(options), return_lse=return_lse)
-        else:
-            calls = [fixed_call(span, layout, options) for span in layout.spans(self.rank)]
-            o, lse = self._by_gather((q, k, v), heads, layout, calls)
+        options = Options(causal, softmax_scale, window, softcap, return_lse=return_lse)
+        o, lse = self._attend(Inputs(q, k, v, ByHead(sinks, alibi)), options, None)
         return (o, lse) if return_lse else o
 
     def attention_packed(
@@ -199,24 +248,15 @@ class ContextParallel:
 
         Gradients: as ``attention``.
         """
-        options = Options(causal, softmax_scale, window, softcap, return_lse=True)
-        heads = ByHead(sinks, alibi)
-        layout = self._check((q, k, v), heads, options, plan)
-        by_batch = q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
-        if self.strategy == "heads":
-            starts = on_device(plan.starts, q.device)
-            packed = {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
-            call = Call(options._replace(max_seqlens=(plan.longest, plan.longest)), starts=packed)
-            o, lse = self._by_heads(by_batch, heads, call, return_lse=return_lse)
-        else:
-            pieces = plan.pieces(self.rank, causal=causal, window=window)
-            calls = [packed_call(piece, options, q.device) for piece in pieces]
-            o, lse = self._by_gather(by_batch, heads, layout, calls)
-        o = o[0].transpose(0, 1)
-        return (o, lse[0]) if return_lse else o
+        options = Options(causal, softmax_scale, window, softcap, return_lse=return_lse)
+        o, lse = self._attend(Inputs(q, k, v, ByHead(sinks, alibi)), options, plan)
+        return (o, lse) if return_lse else o
 
     def explain(self, q: Tensor, k: Tensor, v: Tensor) -> str:
-        """Return the strategy of a call of ``attention``, why, and the bytes that this rank sends. Nothing is sent."""
+        """Return the strategy of a call of ``attention``, why, the transport, and the bytes that this rank sends.
+
+        Nothing is sent.
+        """
         heads, heads_kv, tokens = q.shape[1], k.shape[1], q.shape[2]
         away, rows = self.ranks - 1, q.shape[0] * tokens * q.element_size()
         columns_k, columns_v = k.shape[3], v.shape[3]
@@ -228,73 +268,94 @@ class ContextParallel:
             forward = away * rows * heads_kv * (columns_k + columns_v)
             backward = forward + away * rows // q.element_size() * 4 * heads_kv * (columns_k + columns_v)
             why = "all ranks gather K and V; their gradients travel in fp32"
+        groups = f"{self.head_groups} groups of heads, each on its way while the one before attends"
+        carriers = {
+            "collectives": f"collectives of the group's backend, {dist.get_backend(self.group)}",
+            "symmetric": "copies over symmetric memory",
+        }
         return (
             f"strategy {self.strategy}: {why}\n"
+            f"transport {self._transport.name}: {carriers[self._transport.name]}\n"
+            f"{groups if self.head_groups > 1 else 'nothing is exchanged while attention runs'}\n"
             f"{tokens} of {tokens * self.ranks} tokens a rank, {heads} query heads, {heads_kv} K/V heads\n"
             f"a rank sends {forward / 1e6:.1f} MB forward, {backward / 1e6:.1f} MB backward"
         )
 
-    def _check(
-        self, tensors: tuple[Tensor, Tensor, Tensor], heads: ByHead, options: Options, plan: PackedPlan | None
-    ) -> Layout:
-        """Check a call on all ranks, and return its layout."""
-        layout, call = None, ""
-        try:
-            layout = self._checked_layout(*tensors, heads, plan)
-            call = _describe(self.strategy, (*tensors, *heads), options, plan)
-        except InputError as error:
-            call = f"error: {error}"
-        self._agreement.check(call)
-        assert layout is not None
-        if self.strategy == "gather":
-            refuse_by_gather(options, heads, plan)
-        return layout
+    def recipe(self, inputs: Inputs, options: Options, plan: PackedPlan | None) -> Recipe:
+        """Check a call on all ranks, and return how it is served. Graphs call it too. Raises as ``attention``."""
+        self._check(inputs, options, plan)
+        named = options._replace(return_lse=True)
+        if self.strategy == "heads":
+            call = Call(named) if plan is None else plan.whole_call(named)
+            return HeadsRecipe(
+                self._transport, call, self.rank, self.ranks, self.head_groups, return_lse=options.return_lse
+            )
+        refuse_by_gather(options, inputs.heads, packed=plan is not None)
+        if plan is not None:
+            return GatherRecipe(self.group, plan.layout, plan.calls(named))
+        layout = self.layout(inputs.q.shape[2] * self.ranks)
+        return GatherRecipe(
+            self.group, layout, tuple(fixed_call(span, layout, named) for span in layout.spans(self.rank))
+        )
 
-    def _checked_layout(self, q: Tensor, k: Tensor, v: Tensor, heads: ByHead, plan: PackedPlan | None) -> Layout:
+    def _attend(self, inputs: Inputs, options: Options, plan: PackedPlan | None) -> tuple[Tensor, Tensor]:
+        """Serve a call, whose tensors are ``[n, heads, columns]`` with a plan, and so are those returned."""
+        if is_watched():
+            groups = self.head_groups if self.strategy == "heads" else 0
+            number = -1 if plan is None else plan.number
+            o, lse = operate(_with_batch(inputs, plan), options, self._number, number, self.ranks, groups)
+        else:
+            recipe = self.recipe(inputs, options, plan)
+            q, k, v, heads = _with_batch(inputs, plan)
+            o, lse = Attend.apply(recipe, *cast_under_autocast(q, k, v), *heads)  # type: ignore[no-untyped-call]
+        return (o, lse) if plan is None else (o[0].transpose(0, 1), lse[0])
+
+    def _check(self, inputs: Inputs, options: Options, plan: PackedPlan | None) -> None:
+        """Check a call on all ranks."""
+        tensors = (*inputs[:3], *inputs.heads)
+        documents = None if plan is None else (plan.layout.tokens, plan.layout.ranks, len(plan.layout.chunks[0]))
+
+        def describe() -> str:
+            self._check_tensors(inputs, plan)
+            named = dict(zip(("q", "k", "v", "sinks", "alibi"), tensors, strict=True))
+            asked = ", ".join(f"{option}={value}" for option, value in options._asdict().items())
+            planned = "" if plan is None else f", plan {plan.digest}"
+            return f"{self.strategy}: {describe_tensors(named)}, {asked}{planned}"
+
+        self._agreement.check((repr(options), documents, kind_of(tensors)), describe)
+
+    def _check_tensors(self, inputs: Inputs, plan: PackedPlan | None) -> None:
+        q, k, v, heads = inputs
         axes, tokens_at, form = (4, 2, "[B, H, n, D]") if plan is None else (3, 0, "[n, H, D]")
-        for name, tensor in (("q", q), ("k", k), ("v", v)):
+        for letter, tensor in (("q", q), ("k", k), ("v", v)):
             if not isinstance(tensor, Tensor) or tensor.dim() != axes:  # type: ignore[redundant-expr] # callers may pass what types rule out
-                raise InputError(f"{name} must be a tensor {form}, got {shown(getattr(tensor, 'shape', tensor))}")
+                raise InputError(f"{letter} must be a tensor {form}, got {shown(getattr(tensor, 'shape', tensor))}")
             if tensor.dtype != q.dtype or tensor.device != q.device:
                 got = f"{tensor.dtype} on {tensor.device}"
-                raise InputError(f"{name} must have the dtype and device of q, {q.dtype} on {q.device}, got {got}")
+                raise InputError(f"{letter} must have the dtype and device of q, {q.dtype} on {q.device}, got {got}")
             if tensor.shape[tokens_at] != q.shape[tokens_at]:
                 raise InputError(
-                    f"{name} must have the tokens of q, {q.shape[tokens_at]}, got {tensor.shape[tokens_at]}",
+                    f"{letter} must have the tokens of q, {q.shape[tokens_at]}, got {tensor.shape[tokens_at]}",
                     hint="queries and keys are the same tokens here",
                 )
-        heads.check(q.shape[1])
-        if self.strategy == "heads" and (k.shape[1] % self.ranks or q.shape[1] % self.ranks):
+        count, count_kv = q.shape[1], k.shape[1]
+        heads.check(count)
+        parts = self.ranks * self.head_groups
+        if self.strategy == "heads" and (count_kv % parts or count % parts):
+            groups = f" times {self.head_groups} groups" if self.head_groups > 1 else ""
             raise InputError(
-                f'heads must be multiples of the {self.ranks} ranks for strategy="heads", '
-                f"got {q.shape[1]} query heads and {k.shape[1]} K/V heads",
-                hint='use strategy="gather"',
+                f'heads must be multiples of the {self.ranks} ranks{groups} for strategy="heads", '
+                f"got {count} query heads and {count_kv} K/V heads",
+                hint='use strategy="gather"' if not groups else "use fewer head_groups",
             )
-        return self._layout_of(q.shape[tokens_at] * self.ranks, plan)
-
-    def _by_heads(
-        self, tensors: tuple[Tensor, Tensor, Tensor], heads: ByHead, call: Call, *, return_lse: bool
-    ) -> tuple[Tensor, Any]:
-        q, k, v = TokensToHeads.apply(self.group, *tensors)  # type: ignore[no-untyped-call]
-        o, lse = call.attend({"q": q, "k": k, "v": v, **heads.of_rank(self.rank, self.ranks)._asdict()})
-        o = HeadsToTokens.apply(self.group, o)  # type: ignore[no-untyped-call]
-        if return_lse:
-            lse = HeadsToTokens.apply(self.group, lse[..., None])[..., 0]  # type: ignore[no-untyped-call]
-        return o, lse
-
-    def _by_gather(
-        self, tensors: tuple[Tensor, Tensor, Tensor], heads: ByHead, layout: Layout, calls: Sequence[Call]
-    ) -> tuple[Tensor, Tensor]:
-        exchange = Exchange(self.group, layout, tuple(calls))
-        return Gathered.apply(exchange, *tensors, *heads)  # type: ignore[no-untyped-call, no-any-return]
+        if plan is not None and plan.device != q.device:
+            raise InputError(f"the plan is on {plan.device}, got tensors on {q.device}")
+        self._layout_of(q.shape[tokens_at] * self.ranks, plan)
 
 
-def _describe(strategy: str, tensors: Sequence[Tensor | None], options: Options, plan: PackedPlan | None) -> str:
-    named = dict(zip(("q", "k", "v", "sinks", "alibi"), tensors, strict=True))
-    asked = ", ".join(f"{name}={value}" for name, value in options._asdict().items())
-    documents = (
-        ""
-        if plan is None
-        else f", {len(plan.starts) - 1} documents, digest {hash((plan.starts, plan.layout.chunks)):x}"
-    )
-    return f"{strategy}: {describe_tensors(named)}, {asked}{documents}"
+def _with_batch(inputs: Inputs, plan: PackedPlan | None) -> Inputs:
+    """Return ``[n, heads, columns]`` as a batch of one sequence, ``[1, heads, n, columns]``."""
+    if plan is None:
+        return inputs
+    q, k, v = (x.transpose(0, 1)[None] for x in inputs[:3])
+    return Inputs(q, k, v, inputs.heads)

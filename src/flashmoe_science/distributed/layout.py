@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import heapq
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,11 +70,15 @@ def balanced_layout(work: Sequence[int], tokens: int, ranks: int) -> Layout:
         ranks: among which they are shared.
     """
     most = len(work) // ranks
-    load, held = [0] * ranks, [list[int]() for _ in range(ranks)]
+    held = [list[int]() for _ in range(ranks)]
+    load = [(0, rank) for rank in range(ranks)]  # a heap: of ranks with room
     for number in sorted(range(len(work)), key=lambda number: (-work[number], number)):
-        rank = min((rank for rank in range(ranks) if len(held[rank]) < most), key=load.__getitem__)
+        least, rank = load[0]
         held[rank].append(number)
-        load[rank] += work[number]
+        if len(held[rank]) < most:
+            heapq.heapreplace(load, (least + work[number], rank))
+        else:
+            heapq.heappop(load)
     return Layout(tokens, tuple(tuple(sorted(chunks)) for chunks in held))
 
 
@@ -127,8 +133,8 @@ def _longest(starts: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True)
-class PackedPlan:
-    """How a packed batch is split. ``ContextParallel.plan`` makes it; it holds no tensor."""
+class PackedLayout:
+    """How a packed batch is split."""
 
     starts: tuple[int, ...]  # where documents start in the batch, and where the last one ends
     layout: Layout
@@ -156,13 +162,13 @@ class PackedPlan:
 
 
 def documents_in(span: Span, starts: Sequence[int]) -> list[Span]:
-    """Return the documents that have tokens in ``span``."""
-    return [
-        (start, end) for start, end in itertools.pairwise(starts) if start < end and start < span[1] and end > span[0]
-    ]
+    """Return the documents that have tokens in ``span``. None is empty."""
+    first = bisect.bisect_right(starts, span[0]) - 1
+    behind = bisect.bisect_left(starts, span[1])
+    return list(itertools.pairwise(starts[first : behind + 1]))
 
 
-def plan_packed(lengths: Sequence[int], ranks: int, chunks: int) -> PackedPlan:
+def plan_packed(lengths: Sequence[int], ranks: int, chunks: int) -> PackedLayout:
     """Split a packed batch so that all ranks have as many tokens, and about as much causal work.
 
     Args:
@@ -184,10 +190,10 @@ def plan_packed(lengths: Sequence[int], ranks: int, chunks: int) -> PackedPlan:
             hint=f"append a document of {missing} tokens of padding",
         )
     if chunks == 1:
-        return PackedPlan(starts, straight_layout(tokens, ranks))
+        return PackedLayout(starts, straight_layout(tokens, ranks))
     size = tokens // parts
     work = [_causal_work((number * size, (number + 1) * size), starts) for number in range(parts)]
-    return PackedPlan(starts, balanced_layout(work, tokens, ranks))
+    return PackedLayout(starts, balanced_layout(work, tokens, ranks))
 
 
 def _causal_work(span: Span, starts: Sequence[int]) -> int:

@@ -1,0 +1,62 @@
+"""A rank that is killed ends the others, with its number and a reason."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from flashmoe_science.distributed import faults
+from flashmoe_science.errors import RankLostError
+
+from .fault_cases import KILLED
+from .ranks import run_ranks
+
+_TIMEOUT = 60  # seconds, of the process group
+
+
+@pytest.mark.parametrize(
+    "function", ["in_forward", "in_backward", pytest.param("in_experts", marks=pytest.mark.exhaustive)]
+)
+def test_a_killed_rank_ends_the_others_and_is_named(function: str, tmp_path: Path) -> None:
+    found = run_ranks("tests.distributed.fault_cases", function, 4, tmp_path, killed=KILLED)
+    alive = [rank for rank in range(4) if rank != KILLED]
+    assert len(found) == 3
+    for rank, each in zip(alive, found, strict=True):
+        expected = rf"all-to-all failed on rank {rank}: no answer within 10 s from rank {KILLED}\. torch said: .+"
+        assert re.match(expected, each["message"]), each["message"]
+        assert each["seconds"] < _TIMEOUT
+        assert not each["gradient"]
+
+
+class _Store:
+    """What the process group keeps, of ranks that answer."""
+
+    def __init__(self, answers: set[str]) -> None:
+        self.answers = answers
+
+    def set(self, key: str, _value: str) -> None:
+        self.answers.add(key.rpartition("/")[2])
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key.rpartition("/")[2] in self.answers for key in keys)
+
+
+class _Group:
+    group_name = "0"
+
+
+@pytest.mark.parametrize(
+    ("answers", "text"),
+    [({"0", "1", "3"}, "from rank 2"), ({"3"}, "from rank 1, 2"), ({"1", "2", "3"}, "all ranks are")],
+)
+def test_the_ranks_that_are_silent_are_named(monkeypatch: Any, answers: set[str], text: str) -> None:
+    monkeypatch.setattr(faults, "SECONDS_TO_ANSWER", 0.0)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _group: [0, 1, 2, 3])
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: _Store(set(answers)))
+    with pytest.raises(RankLostError, match=text), faults.collective(_Group(), "all-gather"):  # type: ignore[arg-type] # has what is read
+        raise RuntimeError("Connection closed by peer")
