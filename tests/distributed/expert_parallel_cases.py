@@ -77,32 +77,86 @@ def case(
 
 
 def all_cases(rank: int, ranks: int) -> dict[str, Any]:
-    ep = ExpertParallel(init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",)))
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
     sizes = (EXPERTS, TOP_K, HIDDEN, INTER)
     return {
-        f"{name}, {tokens} tokens": case(ep, given, tokens, sizes, "cpu", torch.float32)
+        f"{strategy}, {name}, {tokens} tokens": case(
+            ExpertParallel(mesh, strategy=strategy), given, tokens, sizes, "cpu", torch.float32
+        )
+        for strategy in ("gather", "once")
         for name, given in CASES.items()
         for tokens in (1, 13)
     }
 
 
+def capacities(rank: int, ranks: int) -> dict[str, Any]:
+    """Room for less than all tokens: enough for these, then too little on one rank."""
+    ep = ExpertParallel(init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",)), strategy="once", capacity=0.5)
+    x = draw(rank, 8, HIDDEN, device="cpu", dtype=torch.float32)
+    up, down = (draw(seed, EXPERTS, *shape, device="cpu", dtype=torch.float32) for seed, shape in enumerate(
+        ((2 * INTER, HIDDEN), (HIDDEN, INTER))
+    ))  # fmt: skip
+    weights = torch.ones(8, 1)
+    ids = torch.arange(8)[:, None] % EXPERTS  # as many for each rank
+    found = ep.fused_moe(x, ep.shard(up), ep.shard(down), weights, ids)
+    expected = fused_moe(x, up, down, weights, ids)
+    skewed = ids if rank != ranks - 1 else torch.zeros_like(ids)  # the last rank's tokens all go to rank 0
+    try:
+        ep.fused_moe(x, ep.shard(up), ep.shard(down), weights, skewed)
+        message = "no error"
+    except InputError as error:
+        message = str(error).split("\n")[0]
+    again = ep.fused_moe(x, ep.shard(up), ep.shard(down), weights, ids)
+    return {
+        "error": float((found - expected).abs().max() / expected.abs().max()),
+        "message": message,
+        "again": bool(torch.equal(again, found)),
+    }
+
+
 def with_errors(rank: int, ranks: int) -> dict[str, Any]:
-    return {"errors": errors(rank, ranks), "cases": all_cases(rank, ranks)}
+    return {
+        "errors": errors(rank, ranks), "capacities": capacities(rank, ranks), "cases": all_cases(rank, ranks)
+    }  # fmt: skip
+
+
+def with_capacities(rank: int, ranks: int) -> dict[str, Any]:
+    return {"capacities": capacities(rank, ranks), "cases": all_cases(rank, ranks)}
 
 
 def gpu_cases(rank: int, ranks: int) -> dict[str, Any]:
-    ep = ExpertParallel(init_device_mesh("cuda", (ranks,), mesh_dim_names=("ep",)))
+    mesh = init_device_mesh("cuda", (ranks,), mesh_dim_names=("ep",))
     sizes = (16, 4, 512, 256)
-    return {
-        f"{name}, {tokens} tokens": case(ep, given, tokens, sizes, "cuda", torch.bfloat16)
+    found = {
+        f"{strategy}, {name}, {tokens} tokens": case(
+            ExpertParallel(mesh, strategy=strategy), given, tokens, sizes, "cuda", torch.bfloat16
+        )
+        for strategy in ("gather", "once")
         for name, given in CASES.items()
         for tokens in (1, 700)
     }
+    return {**found, "overflow": overflow(mesh)}
+
+
+def overflow(mesh: Any) -> dict[str, float]:
+    """On a GPU the outputs are NaN on all ranks, and the check raises on all; 0 where that is so."""
+    ep = ExpertParallel(mesh, strategy="once", capacity=0.25)
+    x, up, down = (
+        torch.ones(shape, device="cuda", dtype=torch.bfloat16) for shape in ((8, 64), (2, 64, 64), (2, 64, 32))
+    )
+    ids = torch.full((8, 1), 0 if ep.rank == 0 else 2 * ep.ranks, device="cuda")
+    out = ep.fused_moe(x, up, down, torch.ones(8, 1, device="cuda"), ids)
+    try:
+        ep.check_capacity()
+    except InputError as error:
+        return {"nan": float(not out.isnan().all()), "message": float("rank 0 had 6 tokens more" not in str(error))}
+    return {"no error": 1.0}
 
 
 def errors(rank: int, ranks: int) -> dict[str, Any]:
     """Each rank makes a call that is wrong, or another one than the others."""
-    ep = ExpertParallel(init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",)))
+    ep_mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
+    ep = ExpertParallel(ep_mesh)
     x, up, down = torch.ones(4, 16), torch.ones(4, 24, 16), torch.ones(4, 16, 12)
     weights, ids = torch.ones(4, 2), torch.zeros(4, 2, dtype=torch.int32)
 
@@ -120,6 +174,8 @@ def errors(rank: int, ranks: int) -> dict[str, Any]:
         "kind": message(lambda: ep.fused_moe(x, up, down, weights, [1] if rank else ids)),  # type: ignore[arg-type]
         "activation": message(lambda: ep.fused_moe(x, up, down, weights, ids, activation="tanh")),
         "experts": message(lambda: ep.shard(torch.ones(3))),
+        "strategy": message(lambda: ExpertParallel(ep_mesh, strategy="pairs")),
+        "capacity": message(lambda: ExpertParallel(ep_mesh, capacity=0.0)),
         "mesh": message(lambda: ExpertParallel(init_device_mesh("cpu", (ranks, 1)))),
         "after all": float(ep.fused_moe(x, up, down, weights, ids).sum() * 0),
     }

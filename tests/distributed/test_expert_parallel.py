@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
-from .ranks import run_ranks
+from flashmoe_science.distributed import ExpertParallel
+
+from .ranks import fake_ranks, run_ranks
 
 _MODULE = "tests.distributed.expert_parallel_cases"
+
+
+def check_capacities(found: list[dict[str, Any]], missing: int) -> None:
+    for each in found:
+        assert each["capacities"]["error"] < 1e-5
+        assert (
+            f"rank {len(found) - 1} had {missing} tokens more for the experts of one rank"
+            in each["capacities"]["message"]
+        )
+        assert each["capacities"]["again"]
 
 
 def check_cases(found: list[dict[str, dict[str, float]]], most: float) -> None:
@@ -22,6 +36,7 @@ def check_cases(found: list[dict[str, dict[str, float]]], most: float) -> None:
 def test_two_ranks_give_what_one_process_gives_and_errors_name_the_rank(tmp_path: Path) -> None:
     first, second = run_ranks(_MODULE, "with_errors", 2, tmp_path)
     check_cases([first["cases"], second["cases"]], 1e-5)
+    check_capacities([first, second], 4)
     errors = first["errors"]
     assert errors == second["errors"]
     expected = {
@@ -30,6 +45,8 @@ def test_two_ranks_give_what_one_process_gives_and_errors_name_the_rank(tmp_path
         "kind": "rank 1: topk_ids must be a torch.Tensor, got list",
         "activation": "activation must be",
         "experts": "the number of experts must be a multiple of the 2 ranks, got 3",
+        "strategy": 'strategy must be "gather", "once" or "auto", got \'pairs\'',
+        "capacity": "capacity must be above 0 and at most 1, got 0.0",
         "mesh": "mesh must have one dimension, got 2",
     }
     for name, text in expected.items():
@@ -39,7 +56,18 @@ def test_two_ranks_give_what_one_process_gives_and_errors_name_the_rank(tmp_path
 
 @pytest.mark.exhaustive
 def test_four_ranks_give_what_one_process_gives(tmp_path: Path) -> None:
-    check_cases(run_ranks(_MODULE, "all_cases", 4, tmp_path), 1e-5)
+    found = run_ranks(_MODULE, "with_capacities", 4, tmp_path)
+    check_cases([each["cases"] for each in found], 1e-5)
+    check_capacities(found, 4)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "capacity", "strategy"), [(8, 0.5, "gather"), (16, 1.0, "gather"), (16, 0.5, "once")]
+)
+def test_tokens_go_once_where_many_ranks_have_less_room(ranks: int, capacity: float, strategy: str) -> None:
+    with fake_ranks(ranks):
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
+        assert ExpertParallel(mesh, capacity=capacity).strategy == strategy
 
 
 @pytest.mark.gpu

@@ -2,35 +2,73 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
-from ..errors import InputError
+from ..errors import InputError, shown
 from ..moe.api import fused_moe
-from .exchange import Agreement, GatherTokens, ReduceTokens, describe_tensors, gather_tokens, group_of
+from .exchange import (
+    Agreement,
+    GatherTokens,
+    ReduceTokens,
+    all_to_all,
+    describe_tensors,
+    gather_tokens,
+    group_of,
+    kind_of,
+)
 from .layout import straight_layout
+from .once import ReturnTokens, SendTokens, route_once
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+_RANKS_OF_GATHER = 8  # of one host, most often
 
 
 class ExpertParallel:
     """Experts that are split over ranks: each holds some experts, and its own tokens.
 
-    All ranks gather all tokens with their experts and weights, and run their own experts on them. Each rank then sums
-    what all experts made of its tokens, in fp32 in the order of ranks: the same bits in every run. The host never waits
-    for the GPU, no token is dropped, and any routing has the same cost in messages: for few ranks.
+    Each rank sums what all experts made of its tokens, in fp32 in the order of ranks: the same bits in every run. The
+    host never waits for the GPU, and no token is dropped. Two strategies send different messages:
+
+    - ``"gather"``: all ranks gather all tokens with their experts and weights, and run their own experts on them. Any
+      routing has the same cost.
+    - ``"once"``: a token goes once to each rank that has experts of it, at most ``capacity * n`` of n tokens to each.
+      Where a rank's experts are wanted by more, the outputs are NaN on all ranks, and ``check_capacity`` raises.
 
     All ranks of the mesh call every method, with the same options and shapes. The first call of its kind compares them
     over ranks; with ``FLASHMOE_CHECK=1`` in the environment every call does. Errors are then raised on all ranks.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        """Take the group of a mesh of one dimension, as ``mesh["ep"]``. Raises ``InputError`` for another mesh."""
+    def __init__(self, mesh: DeviceMesh, *, strategy: str = "auto", capacity: float = 1.0) -> None:
+        """Choose the strategy.
+
+        Args:
+            mesh: of one dimension, as ``mesh["ep"]``.
+            strategy: ``"gather"``, ``"once"``, or ``"auto"``: ``"once"`` over more than 8 ranks if ``capacity`` is
+                less than 1, as its messages are not shorter else.
+            capacity: the most tokens that a rank sends to each rank, as a share of its tokens, by ``"once"``. With 1
+                there is room for any routing.
+
+        Raises:
+            InputError: the mesh has several dimensions, the strategy is unknown, or the capacity is not above 0 and at
+                most 1.
+        """
         self.group = group_of(mesh, "ep")
         self.rank, self.ranks = self.group.rank(), self.group.size()
+        if type(capacity) not in (int, float) or not 0 < capacity <= 1:
+            raise InputError(f"capacity must be above 0 and at most 1, got {shown(capacity)}")
+        if strategy == "auto":
+            strategy = "once" if self.ranks > _RANKS_OF_GATHER and capacity < 1 else "gather"
+        if strategy not in ("gather", "once"):
+            raise InputError(f'strategy must be "gather", "once" or "auto", got {shown(strategy)}')
+        self.strategy, self.capacity = strategy, capacity
+        self._over: Tensor | None = None  # by rank, since the last check, the most tokens beyond the room of one rank
         self._agreement = Agreement(self.group)
 
     def shard(self, weights: Tensor) -> Tensor:
@@ -59,6 +97,7 @@ class ExpertParallel:
         bias_gate_up: Tensor | None = None,
         bias_down: Tensor | None = None,
         batch_invariant: bool = False,
+        kernel: str = "auto",
     ) -> Tensor:
         """Run each token of this rank through its experts, which other ranks may hold.
 
@@ -75,12 +114,13 @@ class ExpertParallel:
             bias_gate_up: ``[E / W, 2 * INTER]``, of this rank's experts.
             bias_down: ``[E / W, HID]``, likewise.
             batch_invariant: likewise.
+            kernel: likewise.
 
         Returns:
             ``[n, HID]`` in the dtype of x.
 
         Raises:
-            InputError: an argument breaks the contract, or ranks make different calls.
+            InputError: an argument breaks the contract, ranks make different calls, or on a CPU, tokens find no room.
             UnsupportedError: no kernel serves this call.
 
         Gradients: as ``fused_moe``. Those of weights and biases are complete: they have seen the tokens of all ranks.
@@ -89,32 +129,73 @@ class ExpertParallel:
         """
         options: dict[str, Any] = {
             "activation": activation, "alpha": alpha, "limit": limit, "interleaved": interleaved,
-            "batch_invariant": batch_invariant,
+            "batch_invariant": batch_invariant, "kernel": kernel,
         }  # fmt: skip
         given = {
             "x": x, "w_gate_up": w_gate_up, "w_down": w_down, "topk_weights": topk_weights, "topk_ids": topk_ids,
             "bias_gate_up": bias_gate_up, "bias_down": bias_down,
         }  # fmt: skip
-        self._agreement.check(_describe(given, options))
-        layout = straight_layout(x.shape[0] * self.ranks, self.ranks)
-        tokens = GatherTokens.apply(layout, self.group, x)  # type: ignore[no-untyped-call]
-        weights = GatherTokens.apply(layout, self.group, topk_weights)  # type: ignore[no-untyped-call]
-        first = self.rank * w_down.shape[0]
-        ids = gather_tokens(topk_ids, layout, self.group) - first  # those of other ranks are no experts here
-        partial = fused_moe(
-            tokens, w_gate_up, w_down, weights, ids, bias_gate_up=bias_gate_up, bias_down=bias_down, **options
-        )
+        kind = (repr(options), kind_of(given.values()))
+        self._agreement.check(kind, lambda: _describe(given, options))
+        run = self._gather if self.strategy == "gather" else self._once
+        return run(given, options)
+
+    def check_capacity(self) -> None:
+        """Raise if tokens found no room since the last check, on all ranks: once a step, as it waits for the GPU.
+
+        Raises:
+            InputError: names the rank, and how many tokens found no room.
+        """
+        if self._over is None:
+            return
+        over, self._over = self._over.tolist(), None
+        rank = max(range(self.ranks), key=over.__getitem__)
+        if over[rank] > 0:
+            raise InputError(
+                f"rank {rank} had {over[rank]} tokens more for the experts of one rank than capacity {self.capacity:g} "
+                "has room for: outputs since the last check may be NaN",
+                hint="take a larger capacity; 1 has room for any routing",
+            )
+
+    def _gather(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Tensor:
+        layout = straight_layout(given["x"].shape[0] * self.ranks, self.ranks)
+        tokens = GatherTokens.apply(layout, self.group, given["x"])  # type: ignore[no-untyped-call]
+        weights = GatherTokens.apply(layout, self.group, given["topk_weights"])  # type: ignore[no-untyped-call]
+        ids = gather_tokens(given["topk_ids"], layout, self.group)
+        # Ids of other ranks' experts are none here.
+        partial = self._run(tokens, weights, ids - self.rank * given["w_down"].shape[0], given, options)
         return ReduceTokens.apply(layout, self.group, partial)  # type: ignore[no-untyped-call, no-any-return]
+
+    def _once(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Tensor:
+        x, ids, experts = given["x"], given["topk_ids"], given["w_down"].shape[0]
+        route = route_once(ids, experts, self.ranks, math.ceil(self.capacity * x.shape[0]))
+        tokens = SendTokens.apply(self.group, route, x)  # type: ignore[no-untyped-call]
+        weights = SendTokens.apply(self.group, route, given["topk_weights"])  # type: ignore[no-untyped-call]
+        partial = self._run(tokens, weights, all_to_all(route.ids, self.group).flatten(0, 1), given, options)
+        out = ReturnTokens.apply(self.group, route, partial)  # type: ignore[no-untyped-call]
+        over = gather_tokens(route.over, straight_layout(self.ranks, self.ranks), self.group)
+        out = torch.where((over > 0).any(), torch.nan, out)
+        self._over = over if self._over is None else torch.maximum(self._over, over)
+        if x.device.type == "cpu":  # the host need not wait for it
+            self.check_capacity()
+        return out
+
+    @staticmethod
+    def _run(
+        tokens: Tensor, weights: Tensor, ids: Tensor, given: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> Tensor:
+        by_expert = {name: given[name] for name in ("w_gate_up", "w_down", "bias_gate_up", "bias_down")}
+        return fused_moe(x=tokens, topk_weights=weights, topk_ids=ids, **by_expert, **options)
 
 
 def _describe(given: Mapping[str, Any], options: Mapping[str, Any]) -> str:
     for name, tensor in given.items():
         if tensor is not None and not isinstance(tensor, Tensor):
-            return f"error: {name} must be a torch.Tensor, got {type(tensor).__name__}"
+            raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
         if tensor is not None and tensor.dim() == 0:
-            return f"error: {name} must have dimensions, got a number"
+            raise InputError(f"{name} must have dimensions, got a number")
     tokens = {name: given[name].shape[0] for name in ("x", "topk_weights", "topk_ids")}
     if len(set(tokens.values())) > 1:
-        return f"error: topk_weights and topk_ids must have a row for each token of x, got {tokens}"
+        raise InputError(f"topk_weights and topk_ids must have a row for each token of x, got {tokens}")
     asked = ", ".join(f"{name}={value}" for name, value in options.items())
     return f"{describe_tensors(given)}, {asked}"

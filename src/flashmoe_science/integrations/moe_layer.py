@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
@@ -18,6 +20,11 @@ from ..moe.plan import check_kernel_name
 from ..moe.problem import MoeProblem, columns_up
 from ..moe.routing.api import describe_routing, route
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ..distributed.expert_parallel import ExpertParallel
+
 _MOST = 2**31
 
 
@@ -26,6 +33,36 @@ def _check_device(device: object) -> None:
         torch.empty(0, device=device)  # type: ignore[call-overload]
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:  # without CUDA, torch asserts
         raise InputError(f"device must be one that torch has here, or None, got {shown(device)}: {error}") from error
+
+
+# torch's module of DTensors loads slowly: only layers over a mesh import it.
+
+
+def _split_experts(mesh: DeviceMesh, experts: int, capacity: float) -> ExpertParallel:
+    from ..distributed.expert_parallel import ExpertParallel
+
+    parallel = ExpertParallel(mesh, capacity=capacity)
+    if experts % parallel.ranks:
+        raise InputError(f"experts must be a multiple of the {parallel.ranks} ranks of ep_mesh, got {experts}")
+    return parallel
+
+
+def _distribute(local: Tensor, mesh: DeviceMesh, *, by_expert: bool) -> nn.Parameter:
+    from ..distributed.parameters import distribute
+
+    return distribute(local, mesh, by_expert=by_expert)
+
+
+def _local_of(parameter: Tensor) -> Tensor:
+    from ..distributed.parameters import local_of
+
+    return local_of(parameter)
+
+
+def _draw(parameter: Any, fill: Callable[[Tensor], object]) -> None:
+    from ..distributed.parameters import draw
+
+    draw(parameter, fill)
 
 
 class MoeLayer(nn.Module):
@@ -58,9 +95,15 @@ class MoeLayer(nn.Module):
         kernel: likewise.
         device: of the parameters.
         dtype: of the parameters: fp16, bf16 or fp32.
+        ep_mesh: of one dimension, as ``mesh["ep"]``: each rank has E / W experts, and calls the layer with its own
+            tokens, as many as the others (see ``flashmoe_science.distributed.ExpertParallel``). Parameters are
+            DTensors, those of experts ``Shard(0)``, others ``Replicate()``. Their gradients are of the sum of the
+            ranks' losses. Ranks that draw from one seed have the weights of a layer without a mesh.
+        capacity: as in ``ExpertParallel``; ``layer.parallel.check_capacity()`` raises where tokens found no room.
 
     Raises:
-        InputError: a size or option breaks the contract of ``fused_moe`` or ``route``.
+        InputError: a size or option breaks the contract of ``fused_moe``, ``route`` or ``ExpertParallel``; the ranks do
+            not divide E.
 
     Matrices begin uniform within one over the root of their inner size, as those of ``torch.nn.Linear``; biases at 0.
     """
@@ -91,6 +134,8 @@ class MoeLayer(nn.Module):
         kernel: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        ep_mesh: DeviceMesh | None = None,
+        capacity: float = 1.0,
     ) -> None:
         super().__init__()
         if type(shared_experts) is not int or not 0 <= shared_experts < _MOST:
@@ -117,14 +162,21 @@ class MoeLayer(nn.Module):
         self._check(sizes, shared_experts, torch.get_default_dtype() if dtype is None else dtype)
         _check_device(device)
 
-        def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.parallel = None if ep_mesh is None else _split_experts(ep_mesh, experts, capacity)
+        own = experts // (1 if self.parallel is None else self.parallel.ranks)
+
+        def parameter(*shape: int, by_expert: bool = False) -> nn.Parameter:
+            made = torch.empty(shape, device=device, dtype=dtype)
+            return nn.Parameter(made) if ep_mesh is None else _distribute(made, ep_mesh, by_expert=by_expert)
+
+        def of_experts(*shape: int) -> nn.Parameter:
+            return parameter(own, *shape, by_expert=True)
 
         rows = columns_up(inter, activation)
         self.w_router = parameter(experts, hidden)
-        self.w_gate_up, self.w_down = parameter(experts, rows, hidden), parameter(experts, hidden, inter)
-        self.bias_gate_up = parameter(experts, rows) if bias else None
-        self.bias_down = parameter(experts, hidden) if bias else None
+        self.w_gate_up, self.w_down = of_experts(rows, hidden), of_experts(hidden, inter)
+        self.bias_gate_up = of_experts(rows) if bias else None
+        self.bias_down = of_experts(hidden) if bias else None
         self.shared_gate_up = self.shared_down = None
         if shared_experts:
             self.shared_gate_up = parameter(shared_experts, columns_up(shared_inter, activation), hidden)
@@ -155,9 +207,14 @@ class MoeLayer(nn.Module):
         for name, parameter in self.named_parameters():
             if name.startswith("bias_"):
                 nn.init.zeros_(parameter)
+                continue
+            bound = 1 / math.sqrt(parameter.shape[-1])
+            fill = functools.partial(nn.init.uniform_, a=-bound, b=bound)
+            # Sharded by FSDP2 too, it is left to torch.
+            if self.parallel is not None and parameter.device_mesh.ndim == 1:  # type: ignore[attr-defined] # a DTensor
+                _draw(parameter, fill)
             else:
-                bound = 1 / math.sqrt(parameter.shape[-1])
-                nn.init.uniform_(parameter, -bound, bound)
+                fill(parameter)
 
     def forward(self, x: Tensor, *, return_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """Send every token through its experts.
@@ -176,24 +233,30 @@ class MoeLayer(nn.Module):
         if not isinstance(return_logits, bool):
             raise InputError(f"return_logits must be True or False, got {shown(return_logits)}")
         tokens = x.reshape(-1, x.shape[-1])
-        logits = F.linear(tokens, self.w_router)
+        weight_of: dict[str, Any] = dict(self.named_parameters())
+        if self.parallel is not None:
+            weight_of = {name: _local_of(weight) for name, weight in weight_of.items()}
+        logits = F.linear(tokens, weight_of.pop("w_router"))
         bias = None if self.routing_bias is None else self.routing_bias.float()
         weights, ids = route(logits, self.top_k, bias=bias, **self.routing)
         if not torch.compiler.is_compiling() and is_bare_subclass(type(ids)):  # they need not have the name that x has
             ids = ids.as_subclass(Tensor)
-        out = fused_moe(
-            tokens,
-            self.w_gate_up,
-            self.w_down,
-            weights,
-            ids,
-            bias_gate_up=self.bias_gate_up,
-            bias_down=self.bias_down,
-            shared_gate_up=self.shared_gate_up,
-            shared_down=self.shared_down,
-            **self.options,
-        ).view(x.shape)
+        if self.parallel is None:
+            out = fused_moe(tokens, topk_weights=weights, topk_ids=ids, **weight_of, **self.options)
+        else:
+            shared = [weight_of.pop(name, None) for name in ("shared_gate_up", "shared_down")]
+            out = self.parallel.fused_moe(tokens, topk_weights=weights, topk_ids=ids, **weight_of, **self.options)
+            if shared[1] is not None:
+                out = out + self._run_shared(tokens, *shared)
+        out = out.view(x.shape)
         return (out, logits) if return_logits else out
+
+    def _run_shared(self, tokens: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """Run the tokens of this rank through the shared experts, which every rank has."""
+        count = down.shape[0]
+        ids = torch.arange(count, dtype=torch.int32, device=tokens.device).repeat(tokens.shape[0], 1)
+        ones = torch.ones(ids.shape, dtype=torch.float32, device=tokens.device)
+        return fused_moe(tokens, gate_up, down, ones, ids, **self.options)
 
     def _check_tokens(self, x: Tensor) -> None:
         check_tensor("x", x)

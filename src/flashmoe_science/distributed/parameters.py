@@ -1,0 +1,42 @@
+"""Parameters of a layer whose experts are split over ranks: DTensors, so that state dicts and FSDP2 know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def distribute(local: Tensor, mesh: DeviceMesh, *, by_expert: bool) -> nn.Parameter:
+    """Return the parameter of which this rank has ``local``: its experts, or what all ranks have."""
+    placement = Shard(0) if by_expert else Replicate()
+    return nn.Parameter(DTensor.from_local(local, mesh, [placement], run_check=False))
+
+
+def local_of(parameter: Tensor) -> Tensor:
+    """Return what this rank has. The gradient of what all ranks have is summed over them, as their tokens differ."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if any(placement.is_shard() for placement in parameter.placements):
+        return parameter.to_local()
+    return parameter.redistribute(placements=parameter.placements).to_local(grad_placements=[Partial()])
+
+
+def draw(parameter: DTensor, fill: Callable[[Tensor], object]) -> None:
+    """Fill what this rank has. All experts are drawn in turn, so ranks of one seed have what one process has."""
+    local = parameter.to_local().detach()
+    if parameter.placements != (Shard(0),):
+        fill(local)
+        return
+    first = parameter.device_mesh.get_local_rank() * local.shape[0]
+    drawn = torch.empty(local.shape[1:], dtype=local.dtype, device=local.device)
+    for expert in range(parameter.shape[0]):
+        fill(drawn)
+        if first <= expert < first + local.shape[0]:
+            local[expert - first].copy_(drawn)

@@ -1,0 +1,94 @@
+"""A layer whose experts are split over ranks, alone and sharded by FSDP2 over other ranks, beside one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from flashmoe_science import InputError, MoeLayer
+
+WAYS: dict[str, dict[str, Any]] = {
+    "mixtral": {},
+    "gpt-oss": {"activation": "swiglu_clamped", "interleaved": True, "bias": True},
+    "deepseek": {
+        "score": "sigmoid", "groups": 4, "top_groups": 2, "routing_bias": True, "shared_experts": 2, "shared_inter": 12
+    },
+}  # fmt: skip
+TOKENS = 6
+
+
+def make(way: str, **more: Any) -> MoeLayer:
+    torch.manual_seed(0)
+    return MoeLayer(16, 24, 8, 3, **{**WAYS[way], **more})
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def case(way: str, mesh: Any, *, fsdp: bool) -> dict[str, float]:
+    """Return the largest errors of output, gradients, a step and the state dict, as shares of the largest number."""
+    one, layer = make(way), make(way, ep_mesh=mesh["ep"])
+    if fsdp:
+        fully_shard(layer, mesh=mesh["dp"])
+    errors: dict[str, float] = {}
+
+    def compare(name: str, mine: Tensor, expected: Tensor) -> None:
+        difference = (mine.double() - expected.double()).abs().max()
+        errors[name] = float(difference / expected.double().abs().max().clamp(min=1e-6))
+
+    state: dict[str, Any] = get_model_state_dict(layer, options=StateDictOptions(full_state_dict=True))
+    for name, tensor in one.state_dict().items():
+        if torch.distributed.get_rank() == 0:  # the others get none
+            compare(f"state {name}", state[name], tensor)
+    replicas = mesh["dp"].size()
+    x = torch.randn(replicas * mesh["ep"].size() * TOKENS, 16, generator=torch.Generator().manual_seed(5))
+    number = mesh["dp"].get_local_rank() * mesh["ep"].size() + mesh["ep"].get_local_rank()
+    mine = x[number * TOKENS : (number + 1) * TOKENS].clone().requires_grad_()
+    leaf = x.clone().requires_grad_()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (one, layer)]
+    expected, out = one(leaf), layer(mine)
+    expected.square().sum().backward()
+    # FSDP2 averages over replicas.
+    (out.square().sum() * (replicas if fsdp else 1)).backward()
+    compare("out", out.detach(), expected[number * TOKENS : (number + 1) * TOKENS].detach())
+    assert mine.grad is not None
+    assert leaf.grad is not None
+    scale = replicas if fsdp else 1
+    compare("x", mine.grad / scale, leaf.grad[number * TOKENS : (number + 1) * TOKENS])
+    found = dict(layer.named_parameters())
+    for name, parameter in one.named_parameters():
+        gradient = found[name].grad
+        assert gradient is not None, name
+        assert parameter.grad is not None
+        compare(f"gradient {name}", whole(gradient), parameter.grad)
+    for optimizer in optimizers:
+        optimizer.step()
+    for name, parameter in one.named_parameters():
+        compare(f"stepped {name}", whole(found[name]).detach(), parameter.detach())
+    # Weights of one process are loaded.
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    torch.manual_seed(1)
+    other = MoeLayer(16, 24, 8, 3, **WAYS[way])
+    set_model_state_dict(layer, other.state_dict(), options=options)
+    for name, parameter in other.named_parameters():
+        compare(f"loaded {name}", whole(found[name]).detach(), parameter.detach())
+    return errors
+
+
+def all_cases(rank: int, ranks: int) -> dict[str, Any]:
+    experts = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("dp", "ep"))
+    both = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "ep"))
+    found: dict[str, Any] = {way: case(way, experts, fsdp=False) for way in WAYS}
+    if ranks > 2:
+        found |= {f"{way}, FSDP2": case(way, both, fsdp=True) for way in WAYS}
+    try:
+        MoeLayer(16, 24, 7, 3, ep_mesh=both["ep"])
+    except InputError as error:
+        found["message"] = str(error)
+    return found
