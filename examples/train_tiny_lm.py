@@ -94,8 +94,10 @@ class GPT(nn.Module):
         self.blocks = nn.Sequential(*(Block(width, heads, attend, experts, expert_layer) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
 
-    def forward(self, tokens):
-        x = self.embed(tokens) + self.position.weight[: tokens.shape[1]]
+    def forward(self, tokens, positions=None):
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.embed(tokens) + self.position(positions)
         return self.head(self.norm(self.blocks(x)))
 
 
@@ -115,12 +117,22 @@ def draw_batch(data, generator, batch, length):
 
 
 def loss_of(model, batch, device):
-    """Return the mean surprise at the next byte, in nats; on a GPU computed in bf16."""
-    tokens, following = (x.to(device) for x in batch)
+    """Return the mean surprise at the next byte, in nats; on a GPU computed in bf16.
+
+    A batch is tokens, and what follows each, and the positions of tokens unless they are the first ones.
+    """
+    tokens, following, *positions = (x.to(device) for x in batch)
     bf16 = torch.autocast("cuda", torch.bfloat16) if device == "cuda" else contextlib.nullcontext()
     with bf16:
-        logits = model(tokens)
+        logits = model(tokens, *positions)
     return F.cross_entropy(logits.float().flatten(0, 1), following.flatten())
+
+
+def set_rate(optimizer, step, args):
+    """Set the learning rate of a step: up over the first tenth, then down to a tenth."""
+    rise, fall = (step + 1) / max(1, args.steps // 10), 1 - 0.9 * step / args.steps
+    for group in optimizer.param_groups:
+        group["lr"] = args.lr * min(rise, fall)
 
 
 def train(name, args):
@@ -135,9 +147,7 @@ def train(name, args):
     losses, seconds = [], []
     for step in range(args.steps):
         batch = draw_batch(seen, generator, args.batch, args.length)
-        for group in optimizer.param_groups:  # up over the first tenth, then down to a tenth
-            rise, fall = (step + 1) / max(1, args.steps // 10), 1 - 0.9 * step / args.steps
-            group["lr"] = args.lr * min(rise, fall)
+        set_rate(optimizer, step, args)
         synchronize()
         begin = time.perf_counter()
         loss = loss_of(model, batch, args.device)
