@@ -25,6 +25,32 @@ def head_offset(b, h, stride_b, stride_h):
 
 
 @triton.jit
+def used_lengths(sequences, b, seqlen_q, seqlen_k):
+    """Return the lengths in use of a packed sequence whose place has ``seqlen_q`` rows and ``seqlen_k`` keys."""
+    if sequences.seqused_q_ptr is not None:
+        seqlen_q = tl.load(sequences.seqused_q_ptr + b)
+    if sequences.seqused_k_ptr is not None:
+        seqlen_k = tl.load(sequences.seqused_k_ptr + b)
+    return seqlen_q, seqlen_k
+
+
+@triton.jit
+def bias_rows_of(bias_ptr, b, h, offs_m, seqlen_q, longest_q, bias_strides, ALIGN_BIAS: tl.constexpr):
+    """Return pointers to the rows ``offs_m`` of a bias; None without one.
+
+    Rows past the end read the last one: what they give is never stored. Packed, a bias has ``longest_q`` rows.
+    """
+    rows = None
+    if bias_ptr is not None:
+        bias_head = bias_ptr + head_offset(b, h, bias_strides.b, bias_strides.h) * ALIGN_BIAS
+        last_row = seqlen_q - 1
+        if longest_q is not None:
+            last_row = tl.minimum(seqlen_q, longest_q) - 1
+        rows = bias_head + tl.minimum(offs_m, last_row).to(tl.int64) * (bias_strides.m * ALIGN_BIAS)
+    return rows
+
+
+@triton.jit
 def cap_scores(s, softcap, ACCURATE: tl.constexpr):
     """Return softcap * tanh(x) for s = x, or for s = 2 log2(e) x where a fast one will do.
 

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 
 from ..kernel_arguments import BiasStrides, Dropout, KeySizes, Sequences, Strides, Window
-from ..primitives import head_offset, kept_by, load_dropout, load_rows
+from ..primitives import head_offset, kept_by, load_dropout, load_rows, used_lengths
 from .primitives import add_product, empty_sum, load_lse, row_products, weigh
 
 
@@ -159,6 +159,22 @@ def _add_rows(
 
 
 @triton.jit
+def _store_keys(
+    gradient, out_ptr, b, hk, start, offs_n, keys, offs_col, seqlen_k, place_k, strides,
+    ALIGN: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+):  # fmt: skip
+    """Store the gradient of a tile of keys or values; HAS_LENGTHS: 0 for keys behind the length of a sequence."""
+    if HAS_LENGTHS:
+        gradient = tl.where(offs_n[:, None] < seqlen_k, gradient, 0.0)
+    base = out_ptr + head_offset(b, hk, strides.b, strides.h) * ALIGN + start * strides.ROW
+    mask = offs_n[:, None] < place_k
+    if COLUMNS != BLOCK:
+        mask = mask & (offs_col[None, :] < COLUMNS)
+    ptrs = base + keys[:, None] * strides.ROW + offs_col[None, :]
+    tl.store(ptrs, gradient.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _backward_kv_kernel(
     q_ptr,  # [B, H, Sq, D]; packed [T, H, D], like all tensors with rows or keys
     k_ptr,  # [B, HK, Sk, D]
@@ -203,10 +219,7 @@ def _backward_kv_kernel(
             return
         longest_q, longest_k = seqlen_q, seqlen_k  # that a bias has rows and columns for, whatever lengths say
         seqlen_q, seqlen_k = tl.load(sequences.cu_seqlens_q_ptr + b + 1) - start_q, place_k
-        if sequences.seqused_q_ptr is not None:
-            seqlen_q = tl.load(sequences.seqused_q_ptr + b)
-        if sequences.seqused_k_ptr is not None:
-            seqlen_k = tl.load(sequences.seqused_k_ptr + b)
+        seqlen_q, seqlen_k = used_lengths(sequences, b, seqlen_q, seqlen_k)
         q_ptr += start_q.to(tl.int64) * q_strides.ROW
         k_ptr += start_k.to(tl.int64) * k_strides.ROW
         v_ptr += start_k.to(tl.int64) * v_strides.ROW
@@ -306,24 +319,15 @@ def _backward_kv_kernel(
             bias_base += bias_strides.h * CALL.ALIGN_BIAS
 
     if MAKE_DK:
-        dk = dk[0] * grad_scale
-        if sequences.seqused_k_ptr is not None:  # keys behind the length of a sequence
-            dk = tl.where(offs_n[:, None] < seqlen_k, dk, 0.0)
-        dk_base = dk_ptr + head_offset(b, hk, dk_strides.b, dk_strides.h) * CALL.ALIGN_OUT + start * dk_strides.ROW
-        dk_mask = offs_n[:, None] < place_k
-        if CALL.D != CALL.BLOCK_D:
-            dk_mask = dk_mask & (offs_d[None, :] < CALL.D)
-        dk_ptrs = dk_base + keys[:, None] * dk_strides.ROW + offs_d[None, :]
-        tl.store(dk_ptrs, dk.to(dk_ptr.dtype.element_ty), mask=dk_mask)
+        _store_keys(
+            dk[0] * grad_scale, dk_ptr, b, hk, start, offs_n, keys, offs_d, seqlen_k, place_k, dk_strides,
+            CALL.ALIGN_OUT, CALL.D, CALL.BLOCK_D, sequences.seqused_k_ptr is not None,
+        )  # fmt: skip
     if MAKE_DV:
         dv = dv[0]
         if dropout_seed_ptr is not None:
             dv *= dropout.scale
-        if sequences.seqused_k_ptr is not None:
-            dv = tl.where(offs_n[:, None] < seqlen_k, dv, 0.0)
-        dv_base = dv_ptr + head_offset(b, hk, dv_strides.b, dv_strides.h) * CALL.ALIGN_OUT + start * dv_strides.ROW
-        dv_mask = offs_n[:, None] < place_k
-        if CALL.DV != CALL.BLOCK_DV:
-            dv_mask = dv_mask & (offs_dv[None, :] < CALL.DV)
-        dv_ptrs = dv_base + keys[:, None] * dv_strides.ROW + offs_dv[None, :]
-        tl.store(dv_ptrs, dv.to(dv_ptr.dtype.element_ty), mask=dv_mask)
+        _store_keys(
+            dv, dv_ptr, b, hk, start, offs_n, keys, offs_dv, seqlen_k, place_k, dv_strides,
+            CALL.ALIGN_OUT, CALL.DV, CALL.BLOCK_DV, sequences.seqused_k_ptr is not None,
+        )  # fmt: skip

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..kernel_arguments import BiasSizes, BiasStrides, Dropout, QuerySizes, Sequences, Strides, Window
-from ..primitives import head_offset, kept_by, load_dropout, load_rows
+from ..primitives import bias_rows_of, head_offset, kept_by, load_dropout, load_rows, used_lengths
 from .primitives import add_product, empty_sum, load_lse, weigh
 
 
@@ -108,10 +108,7 @@ def _backward_q_kernel(
             return
         longest_q, longest_k = seqlen_q, seqlen_k  # that a bias has rows and columns for, whatever lengths say
         seqlen_q, seqlen_k = place_q, tl.load(sequences.cu_seqlens_k_ptr + b + 1) - start_k
-        if sequences.seqused_q_ptr is not None:
-            seqlen_q = tl.load(sequences.seqused_q_ptr + b)
-        if sequences.seqused_k_ptr is not None:
-            seqlen_k = tl.load(sequences.seqused_k_ptr + b)
+        seqlen_q, seqlen_k = used_lengths(sequences, b, seqlen_q, seqlen_k)
         q_ptr += start_q.to(tl.int64) * q_strides.ROW
         k_ptr += start_k.to(tl.int64) * k_strides.ROW
         v_ptr += start_k.to(tl.int64) * v_strides.ROW
@@ -119,7 +116,7 @@ def _backward_q_kernel(
         dq_ptr += start_q.to(tl.int64) * dq_strides.ROW
         lse_at, step_lse = start_q.to(tl.int64) * sizes.heads + h, sizes.heads
     else:
-        place_q = seqlen_q
+        place_q, longest_q = seqlen_q, None
         lse_at, step_lse = (b * sizes.heads + h).to(tl.int64) * seqlen_q, 1
 
     offs_m = first_row + tl.arange(0, TILE.BLOCK_M)
@@ -144,14 +141,7 @@ def _backward_q_kernel(
     slope = None
     if alibi_ptr is not None:
         slope = tl.load(alibi_ptr + b.to(tl.int64) * CALL.STRIDE_ALIBI_B + h).to(tl.float32) * UNIT
-    bias_rows = None
-    if bias_ptr is not None:
-        bias_head = bias_ptr + head_offset(b, h, bias_strides.b, bias_strides.h) * CALL.ALIGN_BIAS
-        last_row = seqlen_q - 1
-        if sequences.cu_seqlens_q_ptr is not None:
-            last_row = tl.minimum(seqlen_q, longest_q) - 1
-        bias_rows = bias_head + tl.minimum(offs_m, last_row).to(tl.int64) * (bias_strides.m * CALL.ALIGN_BIAS)
-
+    bias_rows = bias_rows_of(bias_ptr, b, h, offs_m, seqlen_q, longest_q, bias_strides, CALL.ALIGN_BIAS)
     draws = None
     if dropout_seed_ptr is not None:
         draws = load_dropout(dropout_seed_ptr, b * sizes.heads + h, dropout.last, dropout.scale)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ..kernel_arguments import BiasStrides, Dropout, ForwardSizes, Sequences, Strides, Window
-from ..primitives import cap_scores, head_offset, kept_by, load_dropout, load_rows
+from ..primitives import bias_rows_of, cap_scores, head_offset, kept_by, load_dropout, load_rows, used_lengths
 
 
 @triton.jit
@@ -142,6 +142,63 @@ def _key_range(first_row, split, seqlen_k, diagonal, window, CALL: tl.constexpr,
 
 
 @triton.jit
+def _first_sums(sinks_ptr, h, split, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, SPLITS: tl.constexpr):
+    """Return sum and maximum of every row before its first key."""
+    if sinks_ptr is not None:  # as if a key with this score and a value of 0 came first
+        sink = tl.load(sinks_ptr + h).to(tl.float32) * UNIT
+        if SPLITS > 1:
+            sink = tl.where(split == 0, sink, -float("inf"))
+        l = tl.zeros([BLOCK_M], tl.float32) + tl.where(sink == -float("inf"), 0.0, 1.0)
+        m = tl.zeros([BLOCK_M], tl.float32) + sink
+    else:
+        l = tl.zeros([BLOCK_M], tl.float32)
+        m = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    return l, m
+
+
+@triton.jit
+def _store_rows(
+    acc, l, m, o_ptr, lse_ptr, sequences, start_q, place_q, seqlen_q, b, h, split, first_row, offs_m, rows, offs_dv,
+    sizes, o_strides, draws, dropout, CALL: tl.constexpr, TILE: tl.constexpr, BASE_E: tl.constexpr,
+):  # fmt: skip
+    """Store output and LSE of rows that have met all their keys; BASE_E: the exponentials were to base e."""
+    # A row that met no key has l == 0: its output is 0 and its LSE -inf. So are rows past the length of a sequence.
+    has_keys = l != 0
+    if CALL.PRECISION == "ieee":  # a reciprocal loses two units in the last place
+        out = tl.div_rn(acc, tl.where(has_keys, l, 1.0)[:, None])
+    else:
+        out = acc * tl.where(has_keys, 1.0 / l, 0.0)[:, None]
+    if draws is not None:
+        out *= dropout.scale
+    if sequences.seqused_q_ptr is not None:
+        has_keys = has_keys & (offs_m < seqlen_q)
+        out = tl.where(has_keys[:, None], out, 0.0)
+    part = 0
+    if TILE.SPLITS > 1:
+        part = split.to(tl.int64) * sizes.batch
+    o_base = (
+        o_ptr
+        + head_offset(part + b, h, o_strides.b, o_strides.h) * CALL.ALIGN_O
+        + first_row.to(tl.int64) * o_strides.ROW
+    )
+    o_ptrs = o_base + rows[:, None] * o_strides.ROW + offs_dv[None, :]
+    o_mask = offs_m[:, None] < place_q
+    if CALL.DV != CALL.BLOCK_DV:
+        o_mask = o_mask & (offs_dv[None, :] < CALL.DV)
+    tl.store(o_ptrs, out.to(o_ptr.dtype.element_ty), mask=o_mask)
+    if CALL.STORE_LSE:
+        if not BASE_E:
+            lse = tl.where(has_keys, (m + tl.log2(l)) * 0.6931471805599453, -float("inf"))
+        else:
+            lse = tl.where(has_keys, m + tl.log(l), -float("inf"))
+        if sequences.cu_seqlens_q_ptr is not None:
+            lse_rows = (start_q + offs_m).to(tl.int64) * sizes.heads + h
+        else:
+            lse_rows = ((part + b) * sizes.heads + h).to(tl.int64) * seqlen_q + offs_m
+        tl.store(lse_ptr + lse_rows, lse, mask=offs_m < place_q)
+
+
+@triton.jit
 def _forward_kernel(
     q_ptr,  # [B, H, Sq, D]; packed [T, H, D]
     k_ptr,  # [B, HK, Sk, D]; with pages [PAGES, PAGE_SIZE, HK, D]
@@ -191,17 +248,14 @@ def _forward_kernel(
             return
         longest_q, longest_k = seqlen_q, seqlen_k  # that a bias has rows and columns for, whatever lengths say
         seqlen_q, seqlen_k = place_q, tl.load(sequences.cu_seqlens_k_ptr + b + 1) - start_k
-        if sequences.seqused_q_ptr is not None:
-            seqlen_q = tl.load(sequences.seqused_q_ptr + b)
-        if sequences.seqused_k_ptr is not None:
-            seqlen_k = tl.load(sequences.seqused_k_ptr + b)
+        seqlen_q, seqlen_k = used_lengths(sequences, b, seqlen_q, seqlen_k)
         q_ptr += start_q.to(tl.int64) * q_strides.ROW
         if CALL.PAGE_SIZE == 0:
             k_ptr += start_k.to(tl.int64) * k_strides.ROW
             v_ptr += start_k.to(tl.int64) * v_strides.ROW
         o_ptr += start_q.to(tl.int64) * o_strides.ROW
     else:
-        place_q = seqlen_q
+        start_q, place_q, longest_q = None, seqlen_q, None
 
     offs_m = first_row + tl.arange(0, TILE.BLOCK_M)
     offs_n, offs_d, offs_dv = tl.arange(0, TILE.BLOCK_N), tl.arange(0, CALL.BLOCK_D), tl.arange(0, CALL.BLOCK_DV)
@@ -225,15 +279,7 @@ def _forward_kernel(
     slope = None
     if alibi_ptr is not None:
         slope = tl.load(alibi_ptr + b.to(tl.int64) * CALL.STRIDE_ALIBI_B + h).to(tl.float32) * UNIT
-    bias_rows = None
-    if bias_ptr is not None:
-        bias_head = bias_ptr + head_offset(b, h, bias_strides.b, bias_strides.h) * CALL.ALIGN_BIAS
-        # Rows past the end read the last one: what they give is never stored.
-        last_row = seqlen_q - 1
-        if sequences.cu_seqlens_q_ptr is not None:
-            last_row = tl.minimum(seqlen_q, longest_q) - 1
-        bias_rows = bias_head + tl.minimum(offs_m, last_row).to(tl.int64) * (bias_strides.m * CALL.ALIGN_BIAS)
-
+    bias_rows = bias_rows_of(bias_ptr, b, h, offs_m, seqlen_q, longest_q, bias_strides, CALL.ALIGN_BIAS)
     draws = None
     if dropout_seed_ptr is not None:
         draws = load_dropout(dropout_seed_ptr, row_of_heads, dropout.last, dropout.scale)
@@ -256,15 +302,7 @@ def _forward_kernel(
         page = _load_pages(table, begin, offs_n, first_key, seqlen_k, CALL.PAGE_SIZE, TILE.BLOCK_N)
 
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    if sinks_ptr is not None:  # as if a key with this score and a value of 0 came first
-        sink = tl.load(sinks_ptr + h).to(tl.float32) * UNIT
-        if TILE.SPLITS > 1:
-            sink = tl.where(split == 0, sink, -float("inf"))
-        l = tl.zeros([BLOCK_M], tl.float32) + tl.where(sink == -float("inf"), 0.0, 1.0)
-        m = tl.zeros([BLOCK_M], tl.float32) + sink
-    else:
-        l = tl.zeros([BLOCK_M], tl.float32)
-        m = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    l, m = _first_sums(sinks_ptr, h, split, BLOCK_M, UNIT, TILE.SPLITS)
     if CALL.BOUND_LEFT:
         for start_n in tl.range(begin, tl.minimum(inside, end), TILE.BLOCK_N, num_stages=1):
             page_of_tile = page
@@ -296,37 +334,7 @@ def _forward_kernel(
             CALL, True, False, CALL.BOUND_RIGHT, CALL.EMPTY_ROWS,
         )  # fmt: skip
 
-    # A row that met no key has l == 0: its output is 0 and its LSE -inf. So are rows past the length of a sequence.
-    has_keys = l != 0
-    if CALL.PRECISION == "ieee":  # a reciprocal loses two units in the last place
-        out = tl.div_rn(acc, tl.where(has_keys, l, 1.0)[:, None])
-    else:
-        out = acc * tl.where(has_keys, 1.0 / l, 0.0)[:, None]
-    if draws is not None:
-        out *= dropout.scale
-    if sequences.seqused_q_ptr is not None:
-        has_keys = has_keys & (offs_m < seqlen_q)
-        out = tl.where(has_keys[:, None], out, 0.0)
-    part = 0
-    if TILE.SPLITS > 1:
-        part = split.to(tl.int64) * sizes.batch
-    o_base = (
-        o_ptr
-        + head_offset(part + b, h, o_strides.b, o_strides.h) * CALL.ALIGN_O
-        + first_row.to(tl.int64) * o_strides.ROW
-    )
-    o_ptrs = o_base + rows[:, None] * o_strides.ROW + offs_dv[None, :]
-    o_mask = offs_m[:, None] < place_q
-    if CALL.DV != CALL.BLOCK_DV:
-        o_mask = o_mask & (offs_dv[None, :] < CALL.DV)
-    tl.store(o_ptrs, out.to(o_ptr.dtype.element_ty), mask=o_mask)
-    if CALL.STORE_LSE:
-        if bias_ptr is None:
-            lse = tl.where(has_keys, (m + tl.log2(l)) * 0.6931471805599453, -float("inf"))
-        else:
-            lse = tl.where(has_keys, m + tl.log(l), -float("inf"))
-        if sequences.cu_seqlens_q_ptr is not None:
-            lse_rows = (start_q + offs_m).to(tl.int64) * sizes.heads + h
-        else:
-            lse_rows = ((part + b) * sizes.heads + h).to(tl.int64) * seqlen_q + offs_m
-        tl.store(lse_ptr + lse_rows, lse, mask=offs_m < place_q)
+    _store_rows(
+        acc, l, m, o_ptr, lse_ptr, sequences, start_q, place_q, seqlen_q, b, h, split, first_row, offs_m, rows,
+        offs_dv, sizes, o_strides, draws, dropout, CALL, TILE, bias_ptr is not None,
+    )  # fmt: skip
