@@ -12,7 +12,6 @@ import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
 from torch.nn.attention import SDPBackend
 
 from ...attention.decode.problem import CacheProblem
-from ...gpu.memory_copy import bind_copy, refuse_copy
 from .base import (
     FA2,
     FA3,
@@ -23,6 +22,7 @@ from .base import (
     Call,
     FlashAttentionBaseline,
     Inputs,
+    MemoryCopy,
     SdpaBaseline,
     by_name,
     compile_flex,
@@ -273,21 +273,6 @@ class WideCaches(Baseline):
         return None if problem.is_fp8 else "the caches are in the dtype of the queries already"
 
 
-class MemoryCopy(Baseline):
-    """A copy that moves as many bytes as the keys and values that are read have, half read and half written."""
-
-    name = "copy"
-    speed_of_light = True
-
-    def bind(self, problem: CacheProblem, inputs: Inputs) -> Call:
-        """Return PyTorch's copy."""
-        return bind_copy(problem.kv_bytes, inputs["q"].device)
-
-    def refusal(self, problem: CacheProblem) -> str | None:
-        """A small copy does not reach the rate."""
-        return refuse_copy(problem.kv_bytes)
-
-
 BASELINES = by_name(
     Sdpa("sdpa", None),
     Sdpa("sdpa-cudnn", SDPBackend.CUDNN_ATTENTION, ("*cudnn*",)),
@@ -297,5 +282,5 @@ BASELINES = by_name(
     FlashAttention(*FA3),
     FlashInfer(),
     WideCaches(),
-    MemoryCopy(),
+    MemoryCopy(lambda problem: problem.kv_bytes),
 )

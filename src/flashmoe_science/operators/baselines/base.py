@@ -15,6 +15,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...errors import InputError
+from ...gpu.memory_copy import bind_copy, refuse_copy
 
 Inputs = Mapping[str, torch.Tensor]
 Call = Callable[[], Any]
@@ -63,6 +64,25 @@ class Baseline:
     def context(self) -> AbstractContextManager[object]:
         """Return the context in which all calls are made."""
         return contextlib.nullcontext()
+
+
+class MemoryCopy(Baseline):
+    """A copy of as many bytes as a problem has to read at the least, half read and half written."""
+
+    name = "copy"
+    speed_of_light = True
+
+    def __init__(self, size: Callable[[Any], float]) -> None:
+        """``size`` returns the bytes of a problem."""
+        self._size = size
+
+    def bind(self, problem: Any, inputs: Inputs) -> Call:
+        """Return PyTorch's copy."""
+        return bind_copy(self._size(problem), next(iter(inputs.values())).device)
+
+    def refusal(self, problem: Any) -> str | None:
+        """A small copy does not reach the rate."""
+        return refuse_copy(self._size(problem))
 
 
 class SdpaBaseline(Baseline):

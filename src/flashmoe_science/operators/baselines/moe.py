@@ -10,11 +10,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
 from torch import Tensor
 
-from ...gpu.memory_copy import bind_copy, refuse_copy
 from ...moe import reference
 from ...moe.problem import MoeCase
 from ..moe_routing_cases import weight_bytes
-from .base import Baseline, Call, Inputs, by_name
+from .base import Baseline, MemoryCopy, by_name
 
 _MAX_GATHERED_BYTES = 32 << 30  # of weights that batched_mm copies, one expert's for each pair
 
@@ -133,21 +132,6 @@ class Liger(Baseline):
         return f"it has no {', '.join(lacking)}" if lacking else None
 
 
-class MemoryCopy(Baseline):
-    """A copy that moves as many bytes as the weights of active experts have, half read and half written."""
-
-    name = "copy"
-    speed_of_light = True
-
-    def bind(self, case: MoeCase, inputs: Inputs) -> Call:
-        """Return PyTorch's copy."""
-        return bind_copy(weight_bytes(case), inputs["x"].device)
-
-    def refusal(self, case: MoeCase) -> str | None:
-        """A small copy does not reach the rate."""
-        return refuse_copy(weight_bytes(case))
-
-
 def _refuse_grouped(case: MoeCase) -> str | None:
     problem = case.problem
     if problem.dtype != "bf16":
@@ -173,5 +157,5 @@ BASELINES = by_name(
     Function("batched_mm", _batched_mm, _refuse_batched),
     Function("transformers-eager", _eager, _refuse_nothing),
     Liger(),
-    MemoryCopy(),
+    MemoryCopy(weight_bytes),
 )

@@ -13,7 +13,6 @@ from typing import Any
 from ...errors import page
 from ..records.evidence import Accuracy
 from ..text import counted
-from .recheck import recheck
 from .run import NO_GPU, Outcome, Run, failed, not_possible, passed
 
 _MOST_CRASHES = 3  # then the cases left are not checked: each crash costs a process of its own
@@ -72,13 +71,44 @@ def check_results(run: Run) -> Outcome:
 
 
 def _recheck(run: Run, device: str, seed: int, folder: str, checks: _Checks) -> tuple[Outcome | None, list[str]]:
-    """Let a process without the subject look at the first answer to each case again."""
+    """Let a process without the subject look at the first answer to each case again (``measure.recheck``).
+
+    Returns:
+        How that fails, or None, and notes.
+    """
     answers = [
         {**run.case_table(case["name"]), "file": str(Path(folder, case["name"])), "made": {"seed": seed}}
         for case in checks.results
         if case["status"] == "passed"
     ]
-    return recheck(run, answers, device, "correct_s" if device == "cuda" else "correct_cpu_s")
+    if not answers:
+        return None, []
+    limit = "correct_s" if device == "cuda" else "correct_cpu_s"
+    payload = run.payload(device=device, answers=answers)
+    result = run.run_task("recheck:check_answers", payload, timeout_s=getattr(run.subject.limits, limit))
+    if not result.ok or result.data is None:
+        hint, tail = run.explain_crash(result, limit)
+        said = f"the process that compares answers: {run.hide_paths(result.reason)}"
+        return failed(said, hint=hint, details=tail), []
+    wrong: dict[str, str] = result.data["wrong"]
+    for name, reason in wrong.items():
+        _mark_wrong(run, name, reason)
+    if wrong:
+        name, reason = next(iter(wrong.items()))
+        details = [f"{each}: {why}" for each, why in wrong.items()]
+        hint = "the process of the subject found it right: look at what its module changes there"
+        summary = f"{name}: a process without the subject finds its answer wrong: {reason}"
+        return failed(summary, hint=hint, details=details), []
+    left_out = result.data["left_out"]
+    where = "beside it: its operator imports it" if result.data["beside"] else "without the subject"
+    notes = [f"{counted(len(answers) - len(left_out), 'answer')} compared again in a process {where}"]
+    return None, notes + [f"{name}: its answer is too large to be handed over" for name in left_out]
+
+
+def _mark_wrong(run: Run, name: str, reason: str, **more: Any) -> None:
+    run.drop_times(name)
+    run.update_case(name, correct=False, **more)
+    run.update_arm(name, run.subject.name, status="failed", reason=reason)
 
 
 def _mend(reason: str) -> str:
@@ -143,9 +173,7 @@ def _note_end(run: Run, checks: _Checks, ending: str) -> None:
     checks.ended[name] = ending
     if name in checks.left:  # else its answer had come
         checks.left.remove(name)
-        run.drop_times(name)
-        run.update_case(name, correct=False)
-        run.update_arm(name, run.subject.name, status="failed", reason=ending)
+        _mark_wrong(run, name, ending)
 
 
 def _say_ended(run: Run, checks: _Checks, wrong: list[dict[str, Any]]) -> str:
@@ -188,16 +216,12 @@ def _kept_results(run: Run) -> list[dict[str, Any]]:
 
 
 def _record(run: Run, case: dict[str, Any]) -> None:
+    run.update_arm(case["name"], run.subject.name, accuracy=case["accuracy"])
     if case["status"] == "failed":
-        run.drop_times(case["name"])
-        run.update_case(case["name"], correct=False, stand_in=case["stand_in"])
+        _mark_wrong(run, case["name"], case["reason"], stand_in=case["stand_in"])
     elif case["status"] == "passed":  # a stand-in that is right shows nothing of what a GPU will run
         shown = None if case["stand_in"] else True
         run.update_case(case["name"], correct=shown, stand_in=case["stand_in"], stress_draws=case["stress_draws"])
-    arm: dict[str, Any] = {"accuracy": case["accuracy"]}
-    if case["status"] == "failed":
-        arm |= {"status": "failed", "reason": case["reason"]}
-    run.update_arm(case["name"], run.subject.name, **arm)
 
 
 def _sum_up(run: Run, results: list[dict[str, Any]], details: list[str], device: str) -> Outcome:

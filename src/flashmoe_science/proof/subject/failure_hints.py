@@ -11,33 +11,21 @@ _ERROR_LINE = re.compile(r"\berror\b|\bError:|undefined reference|cannot find -l
 
 # The first that is found in the output counts. A hint may name groups of its pattern.
 _OF_BUILDS: tuple[tuple[str, str], ...] = (
-    (
-        r"uses too much shared data \((\w+) bytes, (\w+) max\)",
-        (
-            "static shared memory ends at 48 KiB a block: take smaller tiles, or dynamic shared memory after "
-            "cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)"
-        ),
-    ),
-    (
-        r"Unsupported gpu architecture '(\w+)'",
-        r"this nvcc knows no \1: `nvcc --list-gpu-arch` says which it knows, and --gpu which are compiled for",
-    ),
+    (r"uses too much shared data \((\w+) bytes, (\w+) max\)",
+     ("static shared memory ends at 48 KiB a block: take smaller tiles, or dynamic shared memory after "
+     "cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)")),
+    (r"Unsupported gpu architecture '(\w+)'",
+     r"this nvcc knows no \1: `nvcc --list-gpu-arch` says which it knows, and --gpu which are compiled for"),
     (r"Python\.h: No such file", "Python's headers are missing: the package python3-dev, or python3-devel, has them"),
     (r"No module named '(\w+)'", r"the Python that runs the harness also builds: install \1 there"),
-    (
-        r"cannot find -l(c10_cuda|torch_cuda)",
-        "this PyTorch is a CPU build and has no such library: install a CUDA build, or link it only where it is",
-    ),
-    (
-        r"CUDA_HOME environment variable is not set",
-        (
-            "torch's CPU build finds no toolkit: build with `{python} -m flashmoe_science.cuda_extension`, or with "
-            "torch's CUDA build and CUDA_HOME set"
-        ),
-    ),
+    (r"cannot find -l(c10_cuda|torch_cuda)",
+     "this PyTorch is a CPU build and has no such library: install a CUDA build, or link it only where it is"),
+    (r"CUDA_HOME environment variable is not set",
+     ("torch's CPU build finds no toolkit: build with `{python} -m flashmoe_science.cuda_extension`, or with torch's "
+     "CUDA build and CUDA_HOME set")),
     (r"unsupported GNU version", "this nvcc needs an older g++: -ccbin g++-N names one"),
     (r"cuda_runtime(_api)?\.h: No such file", "the CUDA toolkit's headers are missing: is CUDA_HOME its folder?"),
-)
+)  # fmt: skip
 
 
 # Frames of this package and of Python's import machinery, which every stack has below those of the subject.
@@ -98,10 +86,7 @@ _NO_DRIVER = (
     r"|no CUDA-capable device|libcuda\.so|driver version is insufficient"
 )
 _NOT_HERE = (
-    (
-        _NO_DRIVER,
-        "it asks for a GPU driver, and there is none here",
-    ),
+    (_NO_DRIVER, "it asks for a GPU driver, and there is none here"),
     (r"not implemented for '(BFloat16|Half|Float8\w*)'", "PyTorch has no such operation on a CPU"),
     (r"InterpreterBuilder|[Ii]nterpret\w* (mode )?(does not|is not|not) support", "Triton's interpreter cannot run it"),
 )
@@ -113,11 +98,11 @@ _PLAIN_NUMBER = "'float' object has no attribute"
 
 def not_here(said: str, error: BaseException | None = None) -> str:
     """Return why a machine without a GPU cannot run something, by the error that it raised; empty: it is at fault."""
-    said = "\n".join([said, *(str(each) for each in _chain(error))])
+    chain = list(_chain(error))
+    said = "\n".join([said, *map(str, chain)])
     for pattern, why in _NOT_HERE:
         if re.search(pattern, said) is not None:
             return why
-    chain = list(_chain(error))
     interpreted = any(type(each).__name__ == "InterpreterError" for each in chain)
     if interpreted and any(isinstance(each, NotImplementedError) or _PLAIN_NUMBER in str(each) for each in chain):
         return _NOT_HERE[-1][1]
@@ -139,16 +124,22 @@ def _undefined_symbol(found: re.Match[str]) -> tuple[str, str]:
     return f"{_library(found)} does not load: {said}", _mend_of(symbol, name)
 
 
+# By the name as it is in the library.
+_OF_SYMBOLS = (
+    (r"cuda[A-Z]|__cuda",
+     "of the CUDA runtime: link with nvcc, or with -lcudart; __cudaRegisterLinkedBinary asks for nvcc -dlink"),
+    (r"cu[A-Z]", "of the CUDA driver: link with -lcuda"),
+    (r"_?Py[A-Z_]", "Python's own: the library was built for another Python than the one here: build it anew"),
+)  # fmt: skip
+
+
 def _mend_of(symbol: str, name: str) -> str:
     """Return what mends a library that lacks ``symbol``, which reads ``name`` in C++."""
-    if re.search(r"\b(c10|at|torch|caffe2)::", name) or name.startswith(("aoti_torch_", "THP")):
+    if re.search(r"\b(c10|at|torch|caffe2)::|^aoti_torch_|^THP", name):
         return "PyTorch's own: the library was built against another PyTorch than the one here: build it anew"
-    if re.match(r"cuda[A-Z]|__cuda", symbol):
-        return "of the CUDA runtime: link with nvcc, or with -lcudart; __cudaRegisterLinkedBinary asks for nvcc -dlink"
-    if re.match(r"cu[A-Z]", symbol):
-        return "of the CUDA driver: link with -lcuda"
-    if re.match(r"_?Py[A-Z_]", symbol):
-        return "Python's own: the library was built for another Python than the one here: build it anew"
+    for pattern, hint in _OF_SYMBOLS:
+        if re.match(pattern, symbol):
+            return hint
     if re.search(r"<.*>\(", name):
         return (
             "a function template that is called, and was instantiated for other types or sizes: add "
@@ -173,25 +164,13 @@ def _library(found: re.Match[str]) -> str:
 _OF_IMPORTS: tuple[tuple[str, Callable[[re.Match[str]], tuple[str, str]]], ...] = (
     (r"(?P<path>\S+): undefined symbol: (?P<symbol>[\w.$]+)", _undefined_symbol),
     (r"(?P<library>\S+): cannot open shared object file", _missing_library),
-    (
-        r"does not define module export function \(PyInit_(?P<name>\w+)\)",
-        lambda found: (
-            f"the library has no PyInit_{found['name']}",
-            f"the name in PYBIND11_MODULE or TORCH_EXTENSION_NAME must be {found['name']}, as the file's is",
-        ),
-    ),
-    (
-        r"version `(?P<version>GLIBC\w*_[\d.]+)' not found",
-        lambda found: (
-            f"the C++ or C library here is older than the one it was built with: {found['version']} is missing",
-            "build it on this machine, or with an older compiler",
-        ),
-    ),
-    (
-        r"No module named '(?P<name>[\w.]+)'",
-        lambda found: (
-            f"ModuleNotFoundError: {found[0]}",
-            "python_path in the kernel.toml says where modules are looked for; if a build command makes it: did it?",
-        ),
-    ),
-)
+    (r"does not define module export function \(PyInit_(?P<name>\w+)\)", lambda found: (
+        f"the library has no PyInit_{found['name']}",
+        f"the name in PYBIND11_MODULE or TORCH_EXTENSION_NAME must be {found['name']}, as the file's is")),
+    (r"version `(?P<version>GLIBC\w*_[\d.]+)' not found", lambda found: (
+        f"the C++ or C library here is older than the one it was built with: {found['version']} is missing",
+        "build it on this machine, or with an older compiler")),
+    (r"No module named '(?P<name>[\w.]+)'", lambda found: (
+        f"ModuleNotFoundError: {found[0]}",
+        "python_path in the kernel.toml says where modules are looked for; if a build command makes it: did it?")),
+)  # fmt: skip

@@ -134,45 +134,17 @@ def load_subject(text: str, *, time_limit: float | None = None) -> Subject:
     """
     path = Path(text)
     if path.suffix == ".py":
-        beside = _files_beside(path)
-        near = [file for file in beside if file.name == "kernel.toml"] or beside
-        hint = f"beside it is {near[0]}" if near else _HINT
-        raise SubjectError(f"{text}: a .py is no subject: name its kernel.toml", hint=hint)
+        raise SubjectError(f"{text}: a .py is no subject: name its kernel.toml", hint=_HINT)
     if path.suffix != ".toml" and len(path.parts) == 1:
         names = builtin_names()
         if text in names:  # a folder of the same name is meant by "./name"
             return _with_limit(_builtin_subject(names[text], text), time_limit)
         if not path.exists():
             close = difflib.get_close_matches(text, names, n=1)
-            hint = (
-                f"did you mean {close[0]}?"
-                if close
-                else f"give the path of a kernel.toml, see {page('reference/kernel-toml')}"
-            )
-            if file := _file_that_names(text, Path()):
-                hint = f"name its file: ./{file}"
+            hint = f"give the path of a kernel.toml, see {page('reference/kernel-toml')}"
+            hint = f"did you mean {close[0]}?" if close else hint
             raise SubjectError(f"subject must be one of {', '.join(names)} or a kernel.toml, got {text!r}", hint=hint)
     return _subject_from_file(path / "kernel.toml" if path.is_dir() else path, time_limit)
-
-
-def _files_beside(path: Path) -> list[Path]:
-    """Return the TOML files in the folder of ``path`` that describe a subject, as pyproject.toml does not."""
-    return [file for file in sorted(path.parent.glob("*.toml")) if _has_subject(file)]
-
-
-def _has_subject(file: Path) -> bool:
-    with contextlib.suppress(OSError):  # one that cannot be read is suggested to nobody
-        return re.search(rb"^\s*\[\s*subject\s*\]", file.read_bytes(), re.MULTILINE) is not None
-    return False
-
-
-def _file_that_names(name: str, folder: Path) -> Path | None:
-    """Return the TOML file in ``folder`` whose subject has this name, or None."""
-    for path in _files_beside(folder / name):
-        with contextlib.suppress(SubjectError):  # one with a mistake
-            if read_toml(path, _KernelFile, SubjectError).subject.name == name:
-                return path
-    return None
 
 
 def _with_limit(subject: Subject, seconds: float | None) -> Subject:
@@ -217,7 +189,7 @@ def _builtin_subject(operator_name: str, name: str) -> Subject:
 
 
 def _subject_from_file(path: Path, time_limit: float | None) -> Subject:
-    near = [] if path.exists() else difflib.get_close_matches(path.name, [p.name for p in _files_beside(path)])
+    near = [] if path.exists() else difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")])
     hint = f"did you mean {path.parent / near[0]}?" if near else _HINT
     file = read_toml(path, _KernelFile, SubjectError, hint=hint)
     table, build, launch = file.subject, file.build, file.launch
