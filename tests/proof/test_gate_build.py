@@ -96,6 +96,12 @@ def test_too_much_shared_memory_is_found_before_anything_is_built(build, tmp_pat
     assert not (tmp_path / "made.so").exists()
 
 
+def test_too_many_threads_are_found_before_anything_is_built(build, tmp_path):
+    gate, _ = build(tail=BUILD + PROMISE.replace("[384, 1, 1]", "[1024, 2, 1]"))
+    assert gate.summary == "*attend_kernel*: 2048 threads a block promised, at most 1024 are possible"
+    assert not (tmp_path / "made.so").exists()
+
+
 SAY = "[build]\ncommand = ['{python}', '-c', 'import os; print(os.environ.get(\"TORCH_CUDA_ARCH_LIST\")); exit(1)']\n"
 
 

@@ -29,6 +29,7 @@ from .base import (
     by_name,
     compile_flex,
     contiguous_copy,
+    fa3_packed,
     first_tensor,
 )
 
@@ -191,11 +192,8 @@ class FlashAttention(_WithFeatures, FlashAttentionBaseline):
         p = problem
         q, k, v = (t.reshape(-1, *t.shape[2:]) for t in sequence_major(inputs))
         steps = torch.arange(p.batch + 1, dtype=torch.int32, device=q.device)
-        # In the order of the library's schema: what is new, lengths, page table, rotation and scales; then the flags.
-        arguments: list[Any] = [q, k, v, *[None] * 4, steps * p.seqlen_q, steps * p.seqlen_k, *[None] * 3]
-        arguments += [p.seqlen_q, p.seqlen_k, *[None] * 9]
-        arguments += [p.scale, p.causal, -1, -1, 0.0, False, None, 0, None, 0, None, 1, 0, None]
-        call = functools.partial(torch.ops._vllm_fa3_C.fwd, *arguments)  # noqa: SLF001 - the name of the library
+        starts, longest = (steps * p.seqlen_q, steps * p.seqlen_k), (p.seqlen_q, p.seqlen_k)
+        call = fa3_packed((q, k, v), starts, longest, p.scale, causal=p.causal)
         shape = (p.batch, p.seqlen_q, p.heads, p.head_dim_v)
         return lambda: call()[0].view(shape).transpose(1, 2)
 

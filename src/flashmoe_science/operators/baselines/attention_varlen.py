@@ -26,6 +26,7 @@ from .base import (
     SdpaBaseline,
     by_name,
     contiguous_copy,
+    fa3_packed,
     first_tensor,
 )
 
@@ -105,11 +106,8 @@ class FlashAttention(FlashAttentionBaseline):
     def bind_library(self, problem: VarlenProblem, inputs: Inputs) -> Call:
         """Return a call of the library."""
         p = problem.planned
-        # In the order of the library's schema: what is new, lengths, page table, rotation and scales; then the flags.
-        arguments: list[Any] = [inputs["q"], inputs["k"], inputs["v"], None, None, None, None]
-        arguments += [inputs["cu_seqlens_q"], inputs["cu_seqlens_k"], None, None, None, *problem.longest]
-        arguments += [*[None] * 9, p.scale, p.causal, -1, -1, 0.0, False, None, 0, None, 0, None, 1, 0, None]
-        call = functools.partial(torch.ops._vllm_fa3_C.fwd, *arguments)  # noqa: SLF001 - the name of the library
+        tensors, starts = (inputs[name] for name in "qkv"), (inputs["cu_seqlens_q"], inputs["cu_seqlens_k"])
+        call = fa3_packed(tuple(tensors), starts, problem.longest, p.scale, causal=p.causal)
         shape = (problem.tokens[0], p.heads, p.head_dim_v)
         return lambda: call()[0].view(shape)
 

@@ -146,6 +146,21 @@ FA3 = ("fa3", "flash_attn_interface", "flash-attn-3", ("*FlashAttnFwdSm*",))
 FA4 = ("fa4", "flash_attn.cute", "flash-attn-4", ("*FlashAttentionForwardSm*",))
 
 
+def fa3_packed(
+    tensors: Sequence[torch.Tensor],
+    starts: Sequence[torch.Tensor],
+    longest: Sequence[int],
+    scale: float,
+    *,
+    causal: bool,
+) -> Callable[[], Any]:
+    """Return a call of FlashAttention-3's library with q, k and v packed as ``[T, H, D]``."""
+    # In the order of the library's schema: what is new, lengths, page table, rotation and scales; then the flags.
+    arguments: list[Any] = [*tensors, *[None] * 4, *starts, *[None] * 3, *longest, *[None] * 9]
+    arguments += [scale, causal, -1, -1, 0.0, False, None, 0, None, 0, None, 1, 0, None]
+    return functools.partial(torch.ops._vllm_fa3_C.fwd, *arguments)  # noqa: SLF001 - the name of the library
+
+
 def first_tensor(call: Callable[[], Any]) -> torch.Tensor:
     """Call, and return the output alone: some versions return the LSE beside it."""
     out = call()

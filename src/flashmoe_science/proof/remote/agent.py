@@ -42,6 +42,10 @@ class RemoteRequest(Model):
     time_limit: float | None = None  # as --time-limit has it
 
 
+# What a request of the chain says in the same words.
+AS_IT_IS = ("baselines", "gpus", "until", "expect", "settings", "command", "resume")
+
+
 class _Told:
     """A progress that tells the other side."""
 
@@ -102,14 +106,8 @@ def run_request(table: dict[str, Any], tree: Path, send: Send, receive: Receive)
     request = ProveRequest(
         subject=subject,
         suite=load_suite(_in_tree(wanted.suite, tree), timeout_s=subject.limits.import_s),
-        baselines=wanted.baselines,
-        gpus=wanted.gpus,
-        until=wanted.until,
-        expect=wanted.expect,
-        settings=wanted.settings,
-        command=wanted.command,
+        **{name: getattr(wanted, name) for name in AS_IT_IS},
         repository=None if wanted.repository is None else tree / wanted.repository,
-        resume=wanted.resume,
         run=wanted.run,
         tree=wanted.tree,
         meter=_Asked(send, receive),

@@ -12,7 +12,7 @@ from ..gates import ProveRequest
 from ..measure.environment import subject_tree, tree_commit
 from ..records.git import git
 from ..subject.suites import list_suites
-from .agent import RemoteRequest
+from .agent import AS_IT_IS, RemoteRequest
 
 PACKAGE_FOLDER = Path(__file__).resolve().parent.parent.parent
 
@@ -61,17 +61,11 @@ class Tree:
         return RemoteRequest(
             subject=subject.name if subject.builtin else self._place(subject.folder / subject.sources[0]),
             suite=suite.name if packaged else self._place(suite.path),
-            baselines=list(request.baselines),
-            gpus=list(request.gpus),
-            until=request.until,
-            expect=request.expect,
-            settings=request.settings,
-            command=request.command,
+            **{name: getattr(request, name) for name in AS_IT_IS},
             repository=self._folder(repository) if repository is not None else None,
             folder=self._folder(folder) or ".",
             commit=f"{commit}{suffix}" if commit else "",
             tree=subject_tree(subject),
-            resume=request.resume,
             time_limit=request.time_limit,
         )
 

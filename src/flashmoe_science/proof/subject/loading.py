@@ -196,13 +196,13 @@ def _subject_from_file(path: Path, time_limit: float | None) -> Subject:
     if table.name in builtin_names():  # its record would count as evidence on ours
         message = f"expected a name that none of our own subjects has, got {table.name!r}"
         raise SubjectError(f"{path}: key subject.name: {message}", hint="give it a name of its own")
+    told: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in table.model_dump().items()
+    }
+    told["sources"] = tuple(dict.fromkeys([path.name, *table.sources]))  # the file itself decides the result too
     subject = Subject(
-        name=table.name,
-        operator=table.operator,
-        entry_point=table.entry_point,
+        **told,
         folder=path.resolve().parent,
-        sources=tuple(dict.fromkeys([path.name, *table.sources])),  # the file itself decides the result too
-        python_path=tuple(table.python_path),
         build_command=tuple(build.command) if build.command else None,
         build_timeout_s=build.timeout_s,
         build_needs=tuple(build.needs),
@@ -211,10 +211,6 @@ def _subject_from_file(path: Path, time_limit: float | None) -> Subject:
         compile_jobs=build.compile_jobs,
         kernels=tuple(KernelPromise(**kernel.model_dump()) for kernel in launch.kernels),
         forbidden_kernels=tuple(launch.forbidden),
-        expected_speedup=table.expected_speedup,
-        deterministic=table.deterministic,
-        not_served=tuple(table.not_served),
-        devices=tuple(table.devices),
         limits=Limits(**file.limits.model_dump()),
     )
     subject = _with_limit(subject, time_limit)
