@@ -152,7 +152,7 @@ def test_a_hint_names_the_file_that_lies_beside(folder):
     for text, said in (
         ("x.py", "x.py: a .py is no subject: name its kernel.toml\nhint: the format is in"),
         ("kernal.toml", "kernal.toml: cannot be read: No such file or directory\nhint: did you mean "),
-        ("other.toml", "other.toml: cannot be read: No such file or directory\nhint: the format is in"),
+        ("y.toml", "y.toml: cannot be read: No such file or directory\nhint: the format is in"),
     ):
         with pytest.raises(SubjectError) as error:
             load_subject(str(folder / text))
