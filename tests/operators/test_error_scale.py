@@ -36,6 +36,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "attention_train": {"batch": 1, "heads": 2, "seqlen_q": 24, "head_dim": 16, "causal": True, "window": [7, 0]},
     "attention_varlen": {"lengths": [5, 0, 17], "heads": 2, "head_dim": 16, "causal": True},
     "attention_varlen_backward": {"lengths": [5, 0, 17], "heads": 2, "head_dim": 16, "causal": True},
+    "context_parallel": {"ranks": 2, "lengths": [5, 27], "heads": 4, "heads_kv": 2, "head_dim": 16, "causal": True},
+    "expert_parallel": {"ranks": 2, "tokens": 5, "experts": 4, "top_k": 2, "hidden": 64, "inter": 48},
     "moe": {"tokens": 9, "experts": 4, "top_k": 2, "hidden": 64, "inter": 48},
     "moe_backward": {"tokens": 9, "experts": 4, "top_k": 2, "hidden": 64, "inter": 48},
 }

@@ -20,6 +20,8 @@ CASES = {
     "attention_varlen": {"lengths": [5, 40], "heads": 4, "head_dim": 16, "dtype": "fp32"},
     "attention_varlen_backward": {"lengths": [5, 40], "heads": 4, "head_dim": 16, "dtype": "fp32"},
     "attention_cache": {"batch": 2, "heads": 4, "heads_kv": 2, "seqlen_k": 64, "head_dim": 16, "dtype": "fp32"},
+    "context_parallel": {"ranks": 2, "lengths": [5, 43], "heads": 4, "heads_kv": 2, "head_dim": 16, "dtype": "fp32"},
+    "expert_parallel": {**_MOE, "ranks": 2},
     "moe": _MOE,
     "moe_backward": _MOE,
 }

@@ -52,13 +52,13 @@ def test_answers_to_other_sets_than_the_first_are_compared_with_the_exact_ones_t
 
 def test_the_sets_that_are_compared_with_the_exact_answer_are_drawn(monkeypatch):
     drawn = []
-    find_expected = allowed_error.find_expected
+    whole = allowed_error.Whole
 
     def watched(operator, problem, inputs):
         drawn.append(inputs["x"][0].item())
-        return find_expected(operator, problem, inputs)
+        return whole(operator, problem, inputs)
 
-    monkeypatch.setattr(rounds, "find_expected", watched)
+    monkeypatch.setattr(rounds, "Whole", watched)
     for seed in range(4):
         Bench().run(["wall"], seed=seed, rounds=1)
     assert len(set(drawn)) == 8  # two sets in each run

@@ -16,7 +16,7 @@ import typer
 from ..errors import InputError, OperatorError, SuiteError
 from ..proof import gates
 from ..proof.cost.cost import Bill, Meter
-from ..proof.gates import ProveRequest, check_request
+from ..proof.gates import ProveRequest, check_request, ranks_asked
 from ..proof.judge.judge import Verdict
 from ..proof.judge.limits import PROCESSES_OF_A_CLAIM
 from ..proof.judge.rows import csv_text, kinds_measured
@@ -295,7 +295,8 @@ def _request(wanted: SimpleNamespace, name: str, repository: Path | None, resume
 def _title(request: ProveRequest) -> str:
     cases = len(request.suite.cases)
     against = f", against {', '.join(request.baselines)}" if request.baselines else ""
-    return f"proving {request.subject.name} on suite {request.suite.name} ({counted(cases, 'case')}){against}"
+    over = f" over {ranks} ranks" if (ranks := ranks_asked(request)) > 1 else ""
+    return f"proving {request.subject.name}{over} on suite {request.suite.name} ({counted(cases, 'case')}){against}"
 
 
 def _conclude(

@@ -11,6 +11,8 @@ MODULES = {
     "attention_train": "attention_step",
     "attention_varlen": "attention_varlen",
     "attention_varlen_backward": "attention_varlen_backward",
+    "context_parallel": "ranks.context_parallel",
+    "expert_parallel": "ranks.expert_parallel",
     "moe": "moe",
     "moe_backward": "moe_backward",
 }

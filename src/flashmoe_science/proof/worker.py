@@ -5,8 +5,8 @@ cannot spoil an answer::
 
     parent -- request pipe --> child    a line {"task", "payload"}, then a line for each question; kept open: its end
                                         tells that the parent died
-    parent <-- answer pipe --- child    lines {"event": ...} and {"ask": ...}, then one {"result": ...} or
-                                        {"error": ...}
+    parent <-- answer pipe --- child    lines {"event": ...}, {"ask": ...} and {"meet": ...}, then one {"result": ...}
+                                        or {"error": ...}
     parent <-- output pipe --- child    stdout and stderr: the last part is kept
 """
 
@@ -29,15 +29,16 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
-from ..errors import OperatorError
+from ..errors import OperatorError, ProofError
 
 OUTPUT_TAIL_BYTES = 16 * 1024
 _ANSWER_LIMIT_BYTES = 256 * 1024 * 1024  # no honest answer comes near this
 _REASON_LIMIT = 2000  # characters
+_LEAD_S = 0.002  # until all ranks that met begin: longer than an answer is on its way
 _POLL_S = 0.25  # how often deadlines and deaths are looked for while no answer comes
 
 # The child takes over the parent's sys.path as it is: "python -m" would put the current folder before it.
@@ -70,7 +71,8 @@ _STARTED_IN = Path.cwd()  # what a relative entry of PYTHONPATH is relative to
 Emit = Callable[[dict[str, Any]], None]
 Reply = Callable[[dict[str, Any]], dict[str, Any]]
 
-_child: list[Reply] = []  # not empty: this process is a worker, and so it asks its parent
+_child: list[Reply] = []  # not empty: this process is a worker, and so it asks its parent, alone or with all ranks
+_place = [0, 1]  # rank, and ranks
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ class TaskResult:
     output_tail: str  # the end of what the process wrote to stdout and stderr
     timed_out: bool = False  # it was silent for longer than allowed
     limit_reached: bool = False  # it ran for as long as it might in all
+    given_up: bool = False  # another rank of its task failed
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,8 @@ class TaskCall:
     limit_s: float | None = None  # the longest time in all
     env: Mapping[str, str] = field(default_factory=dict)  # added to this process's environment
     reply: Reply | None = None  # called in the parent with each question of the task; None: it may ask nothing
+    rank: int = 0  # of ``ranks`` processes that run one task together, and meet
+    ranks: int = 1
 
 
 def run_task(
@@ -135,7 +140,11 @@ def run_tasks(
     on_event: Callable[[int, dict[str, Any]], None] | None = None,
     on_silence: Callable[[float], None] | None = None,
 ) -> list[TaskResult]:
-    """Run several tasks at the same time, each in a process of its own; ``on_event`` gets the index of the call too."""
+    """Run several tasks at the same time, each in a process of its own; ``on_event`` gets the index of the call too.
+
+    Calls of several ``ranks`` are one task: where all of them ``meet``, each gets what all have brought. The first that
+    fails ends the others.
+    """
     children: list[_Child] = []
     results: dict[int, TaskResult] = {}
     with selectors.DefaultSelector() as selector:
@@ -156,10 +165,27 @@ def run_tasks(
                         results[key.data] = child.finish()
                     elif on_silence is not None:
                         on_silence(child.silent_s)
+                _let_meet(children)
+                if calls[0].ranks > 1 and any(not result.ok for result in results.values()):
+                    left = [index for index in range(len(calls)) if index not in results]
+                    results.update({index: children[index].give_up() for index in left})
         finally:
             for child in children:
                 child.kill()
     return [results[index] for index in range(len(calls))]
+
+
+def _let_meet(children: Sequence[_Child]) -> None:
+    """Once all ranks wait for each other, hand out what they brought, or that they are at different steps."""
+    if not children or any(child.brought is None for child in children):
+        return
+    steps = [brought["step"] for child in children if (brought := child.brought) is not None]
+    answer: dict[str, Any] = {"values": [child.brought["value"] for child in children if child.brought is not None]}
+    if other := [rank for rank, step in enumerate(steps) if step != steps[0]]:
+        answer = {"differ": f"rank 0 is at {steps[0]}, and rank {other[0]} at {steps[other[0]]}"}
+    for child in children:
+        child.brought = None
+        child.send({**answer, "at": time.monotonic() + _LEAD_S})
 
 
 class ProcessGroup:
@@ -317,6 +343,7 @@ class _Child:
     def __init__(self, call: TaskCall) -> None:
         self._timeout_s = call.timeout_s
         self._reply = call.reply
+        self.brought: dict[str, Any] | None = None  # to where all ranks meet; not None: it waits for the others
         self._start = time.monotonic()
         self._deadline = self._start + call.timeout_s
         self._end = math.inf if call.limit_s is None else self._start + call.limit_s
@@ -332,7 +359,8 @@ class _Child:
         finally:
             os.close(request_read)
             os.close(answer_write)
-        request = json.dumps({"task": call.task, "payload": call.payload, "parent": os.getpid()})
+        table = {"task": call.task, "payload": call.payload, "parent": os.getpid()}
+        request = json.dumps({**table, "rank": call.rank, "ranks": call.ranks})
         # A thread writes: a payload larger than the pipe must not block us if the child dies while it starts.
         threading.Thread(target=self._send, args=(request.encode() + b"\n",), daemon=True).start()
 
@@ -365,6 +393,9 @@ class _Child:
             message = json.loads(line)
             if "event" in message:
                 return dict(message["event"])
+            if "meet" in message:
+                self.brought = dict(message["meet"])
+                return None
             if "ask" in message:
                 self._send_reply(message["ask"])
                 return None
@@ -380,7 +411,12 @@ class _Child:
         if self._reply is None:
             self._outcome = (False, None, "it asked something, and nobody replies")
         else:
-            self._send(json.dumps(self._reply(question)).encode() + b"\n")
+            self.send(self._reply(question))
+
+    def send(self, answer: dict[str, Any]) -> None:
+        """Answer a question."""
+        self._deadline = time.monotonic() + self._timeout_s
+        self._send(json.dumps(answer).encode() + b"\n")
 
     @property
     def silent_s(self) -> float:
@@ -398,7 +434,7 @@ class _Child:
         if waiting and now >= self._end:
             self._limit_reached = True
             self._outcome = (False, None, f"stopped after {now - self._start:.0f} s")
-        elif waiting and now >= self._deadline:
+        elif waiting and now >= self._deadline and self.brought is None:
             self._timed_out = True
             self._dump_stacks()
             self._outcome = (False, None, f"no answer within {self._timeout_s:g} s")
@@ -424,6 +460,14 @@ class _Child:
         flags = {"timed_out": self._timed_out, "limit_reached": self._limit_reached}
         return TaskResult(ok, data, reason[:_REASON_LIMIT], seconds, tail, **flags)
 
+    def give_up(self) -> TaskResult:
+        """Return the outcome of a rank that another one has ended: what it had brought to where it waits."""
+        waits = "" if self.brought is None else f"waited for it at {self.brought['step']}"
+        waits += f", with {self.brought['value']}" if self.brought is not None and self.brought["value"] else ""
+        self._dump_stacks()
+        self._outcome = (False, None, waits or "was still running")
+        return replace(self.finish(), given_up=True)
+
     def kill(self) -> None:
         """Kill the process and all that it started, and close our ends."""
         self._group.kill()
@@ -441,6 +485,42 @@ def in_worker() -> bool:
 def ask(question: dict[str, Any]) -> dict[str, Any]:
     """Ask the parent of this worker, and wait for its reply."""
     return _child[0](question)
+
+
+def rank_here() -> int:
+    """Return which of the processes that run one task together this is."""
+    return _place[0]
+
+
+def ranks_here() -> int:
+    """Return how many processes run this task together; 1: this one alone."""
+    return _place[1]
+
+
+def meet(value: Any, step: str) -> list[Any]:
+    """Return what all ranks bring to ``step``, by rank, once all are there. Raises ``ProofError`` where one is not."""
+    return _meet(value, step)["values"] if ranks_here() > 1 else [value]
+
+
+def _meet(value: Any, step: str) -> dict[str, Any]:
+    answer = _child[1]({"value": value, "step": step})
+    if "differ" in answer:
+        raise ProofError(f"ranks do not agree: {answer['differ']}")
+    return answer
+
+
+def agree(fault: str, step: str) -> str:
+    """Return the faults of all ranks as one text, each with its rank; of one process its own. Empty: there is none."""
+    faults = meet(fault, step)
+    return fault if len(faults) == 1 else "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(faults) if each)
+
+
+def line_up() -> None:
+    """Return at the same moment on all ranks: they share the clock of their host."""
+    if ranks_here() > 1:
+        at = _meet(None, "a clock")["at"]
+        while time.monotonic() < at:
+            pass
 
 
 def main(request_handle: str, answer_handle: str) -> None:
@@ -463,7 +543,13 @@ def main(request_handle: str, answer_handle: str) -> None:
         send({"ask": question})
         return dict(json.loads(replies.get()))
 
+    def ask_all(brought: dict[str, Any]) -> dict[str, Any]:
+        send({"meet": brought})
+        return dict(json.loads(replies.get()))
+
     _child.append(ask_parent)
+    _child.append(ask_all)
+    _place[:] = request["rank"], request["ranks"]
     try:
         module, _, name = request["task"].partition(":")
         function = getattr(importlib.import_module(module), name)

@@ -28,6 +28,8 @@ TOP_LEFT = "its causal mask is aligned top-left where lengths differ"
 class Bound:
     """An entry point that lays its inputs out before the call: ``operator.bind`` uses ``bind_inputs``."""
 
+    layout = "straight"  # of an operator over ranks: how it splits answers
+
     def __init__(self, bind_inputs: Callable[[Any, Inputs], Call]) -> None:
         """``bind_inputs`` takes a problem and its inputs, and returns the call."""
         self.bind_inputs = bind_inputs

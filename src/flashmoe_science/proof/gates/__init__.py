@@ -6,6 +6,6 @@
 from __future__ import annotations
 
 from .chain import prove
-from .run import Progress, ProveRequest, Run, RunMeter, check_request
+from .run import Progress, ProveRequest, Run, RunMeter, check_request, ranks_asked
 
-__all__ = ["Progress", "ProveRequest", "Run", "RunMeter", "check_request", "prove"]
+__all__ = ["Progress", "ProveRequest", "Run", "RunMeter", "check_request", "prove", "ranks_asked"]

@@ -9,12 +9,13 @@ from dataclasses import replace
 from ...errors import SubjectError
 from ..cost.cost import RunSize, size_of
 from ..measure.environment import describe_apart as _read_environment
+from ..ranks.topology import describe_ranks
 from ..records.evidence import GATE_NAMES, Gate, GateName, GateStatus, Record
 from ..records.ledger import GPU_GATES
 from ..subject.subject import hash_sources
 from . import correct, launch, speed, static
 from .resume import adopt, check_resumable, has_cell, kept_note, kept_outcome
-from .run import CHANGED_SOURCES, BudgetSpentError, Outcome, Progress, ProveRequest, Run, check_request
+from .run import CHANGED_SOURCES, BudgetSpentError, Outcome, Progress, ProveRequest, Run, check_request, ranks_asked
 
 _GATES: dict[GateName, Callable[[Run], Outcome]] = {
     "sources": static.check_sources,
@@ -43,7 +44,10 @@ def prove(request: ProveRequest, *, progress: Progress, save: Callable[[Record],
         KeyboardInterrupt: after the record of the finished part has been saved, marked incomplete.
     """
     check_request(request)
-    run = Run(request, environment=_read_environment(), progress=progress, save=save)
+    environment = _read_environment()
+    if (ranks := ranks_asked(request)) > 1:
+        environment = environment.model_copy(update={"ranks": describe_ranks(ranks)})
+    run = Run(request, environment=environment, progress=progress, save=save)
     if request.resume is not None:
         run.sources = hash_sources(run.subject)
         check_resumable(request.resume, run.record())

@@ -77,9 +77,11 @@ def _recheck(run: Run, device: str, seed: int, folder: str, checks: _Checks) -> 
         How that fails, or None, and notes.
     """
     answers = [
-        {**run.case_table(case["name"]), "file": str(Path(folder, case["name"])), "made": {"seed": seed}}
+        {**run.case_table(case["name"]), "file": str(Path(folder, f"{case['name']}.{rank}")), "made": {"seed": seed}}
+        | ({"rank": rank, "layout": case["layout"]} if "layout" in case else {})
         for case in checks.results
         if case["status"] == "passed"
+        for rank in range(run.ranks)
     ]
     if not answers:
         return None, []
@@ -227,6 +229,8 @@ def _record(run: Run, case: dict[str, Any]) -> None:
 def _sum_up(run: Run, results: list[dict[str, Any]], details: list[str], device: str) -> Outcome:
     checked = [case for case in results if case["status"] == "passed"]
     where = "on the GPU" if device == "cuda" else "on the CPU"
+    if run.ranks > 1:
+        where = f"on {run.ranks} GPUs" if device == "cuda" else f"on {run.ranks} ranks of the CPU"
     if not checked:
         reasons = {case["reason"] for case in results}
         why = f": {reasons.pop()}" if len(reasons) == 1 else ""

@@ -19,7 +19,7 @@ _SHOWN_PROBLEMS = 20
 
 def check_launches(run: Run) -> Outcome:
     """Gate launch: one call of each case, captured, and one replay of its CUDA graph."""
-    if run.no_timing_reason:
+    if run.no_timing_reason or not run.has_gpu:
         return no_timing(run)
     cases: list[dict[str, Any]] = []
 
@@ -59,6 +59,7 @@ def _record(run: Run, case: dict[str, Any]) -> None:
     for arm in case["arms"]:
         known = ("launches", "version", "role", "identities", "host_files")
         changes: dict[str, Any] = {name: arm[name] for name in known}
+        changes["rank_launches"] = arm.get("rank_launches", [])
         if arm["status"] != "captured":
             raise_blamed(arm["reason"])
             changes |= {"status": arm["status"], "reason": arm["reason"]}

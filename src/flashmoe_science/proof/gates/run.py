@@ -17,6 +17,7 @@ from ...gpu.specs import SPECS, find_gpu
 from ..cost.cost import RunSize
 from ..measure.environment import subject_tree
 from ..measure.schedule import rounds_seed
+from ..ranks.group import run_ranks
 from ..records.evidence import (
     GATE_NAMES,
     METHOD,
@@ -37,7 +38,7 @@ from ..records.evidence import (
 )
 from ..subject.failure_hints import without_own_frames
 from ..subject.loading import operator_of
-from ..subject.operator import Operator, ours
+from ..subject.operator import Operator, ours, ranks_of
 from ..subject.subject import PACKAGE_FOLDER, Subject
 from ..subject.suites import Suite, check_operator
 from ..subject.user_operator import raise_blamed
@@ -46,6 +47,7 @@ from ..worker import TaskResult, run_task
 
 _TAIL_LINES = 24
 NO_GPU = "no NVIDIA GPU here"
+_OF_RANKS = ("tasks:check_correct", "gpu_tasks:capture_launches", "gpu_tasks:measure")  # what ranks do together
 CHANGED_SOURCES = "changed while the run was going on"
 
 
@@ -136,7 +138,7 @@ def not_possible(reason: str, *, hint: str = "", details: Sequence[str] = ()) ->
 def no_timing(run: Run) -> Outcome:
     """Return the outcome of a gate that needs a GPU where it can show nothing."""
     hint = "" if run.has_gpu else "`flashmoe doctor` says what this machine lacks"
-    return not_possible(run.no_timing_reason, hint=hint)
+    return not_possible(run.no_timing_reason or NO_GPU, hint=hint)
 
 
 def first_of(problems: Sequence[str]) -> str:
@@ -164,6 +166,10 @@ class Run:
         self.environment = environment
         self.progress = progress
         self.operator = operator_of(request.subject)
+        self.ranks = environment.ranks.count if environment.ranks is not None else 1
+        if self.ranks > 1:  # busy time of a GPU counts waiting for another one: it is no time of a call
+            of_ranks = [kind for kind in self.settings.times if kind == "wall" or (kind == "graph" and self.has_gpu)]
+            self.settings = self.settings.model_copy(update={"times": of_ranks})
         self.tree = request.tree or subject_tree(request.subject)
         self.sources: list[SourceFile] = []
         self.gates = {name: Gate(name=name, status=GateStatus.NOT_REACHED) for name in GATE_NAMES}
@@ -277,10 +283,12 @@ class Run:
     @property
     def no_timing_reason(self) -> str:
         """Why nothing can be launched and timed here, or an empty text."""
-        if not self.has_gpu:
+        if not self.has_gpu and (self.ranks == 1 or self.device is None):
             return NO_GPU
         if self.not_built:
             return self.not_built
+        if not self.has_gpu:  # clocks of a CPU show that calls over ranks work, and no speed
+            return self.not_served_reason
         return self.not_served_reason if "cuda" in self.subject.devices else "this subject runs on the CPU only"
 
     def worker_env(self) -> dict[str, str]:
@@ -321,18 +329,20 @@ class Run:
             BudgetSpentError: the budget ended it.
             OperatorError: the user's own operator did.
         """
-        name = f"{__package__.rpartition('.')[0]}.measure.{task}"
-        left = self._seconds_left()
-        result = run_task(
-            name,
-            payload,
-            timeout_s=timeout_s,
-            limit_s=left,
-            on_event=on_event,
-            env=self.worker_env(),
-            on_silence=on_silence,
-            reply=self._give_seeds(payload["process"], payload["times"]) if payload.get("times") else None,
-        )
+        asks = payload.get("times")
+        replies = [self._give_seeds(payload["process"], asks) if asks else None for _ in range(self.ranks)]
+        shared: dict[str, Any] = {
+            "timeout_s": timeout_s,
+            "limit_s": self._seconds_left(),
+            "on_event": on_event,
+            "env": self.worker_env(),
+            "on_silence": on_silence,
+        }
+        if self.ranks > 1 and task in _OF_RANKS:
+            result = run_ranks(task.partition(":")[2], payload, self.ranks, replies=replies, **shared)
+        else:
+            name = f"{__package__.rpartition('.')[0]}.measure.{task}"
+            result = run_task(name, payload, reply=replies[0], **shared)
         if result.limit_reached:
             raise BudgetSpentError("the budget is spent")
         if self.holds_gpu:
@@ -472,6 +482,22 @@ class Run:
         return self.subject.folder.relative_to(root.resolve()).as_posix()
 
 
+def ranks_asked(request: ProveRequest) -> int:
+    """Return how many ranks make each call of a run. Raises ``ProofError``: cases differ, or nothing can be timed."""
+    operator = operator_of(request.subject)
+    asked = {ranks_of(operator, case.problem) for case in request.suite.cases}
+    if len(asked) > 1:
+        numbers = " and ".join(map(str, sorted(asked)))
+        raise ProofError(f"all cases of a run must have as many ranks, got {numbers} in suite {request.suite.name}")
+    (ranks,) = asked
+    if ranks > 1 and set(request.settings.times) == {"kernel"}:
+        raise ProofError(
+            f"kernel time is not taken over {ranks} ranks: a GPU is busy while it waits for another one",
+            hint="--time graph or --time wall",
+        )
+    return ranks
+
+
 def check_request(request: ProveRequest) -> None:
     """Refuse a request that cannot be carried out, before anything runs.
 
@@ -481,6 +507,7 @@ def check_request(request: ProveRequest) -> None:
     if request.until is not None and request.until not in GATE_NAMES:
         raise ProofError(f"until must be one of {', '.join(GATE_NAMES)}, got {request.until!r}")
     check_operator(request.suite, request.subject)
+    ranks_asked(request)
     for gpu in request.gpus:
         try:
             find_gpu(gpu)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..judge.roofline import fewest_seconds
-from ..records.evidence import CaseRecord, Rounds, Settings, TimeKind, rates_of
+from ..records.evidence import CaseRecord, RankRounds, Rounds, Settings, TimeKind, rates_of
 from ..text import counted
 from ..worker import TaskResult
 from .resume import has_cell, is_wide
@@ -216,7 +216,7 @@ def add_measured(run: Run, case: dict[str, Any], process: int) -> None:
     run.update_case(case["name"], rounds=rounds, input_sets=case["input_sets"], input_set_bytes=case["input_set_bytes"])
     known = {arm.name: arm for arm in record.arms}
     for arm in case["arms"]:
-        of_launch = ("launches", "identities", "host_files")  # gate launch found them
+        of_launch = ("launches", "rank_launches", "identities", "host_files")  # gate launch found them
         told = {key: value for key, value in arm.items() if key not in (*of_launch, "rates")}
         changes = {key: value for key, value in told.items() if value is not None}
         old = known.get(arm["name"])
@@ -235,16 +235,22 @@ def pool_rounds(old: Rounds, new: Rounds) -> Rounds:
 
     An arm that failed in one process has no sample there: its samples of the other processes cannot be paired, and go.
     """
-    seconds: dict[TimeKind, dict[str, list[float]]] = {
-        kind: {arm: [*values, *new.seconds[kind][arm]] for arm, values in arms.items() if arm in new.seconds[kind]}
-        for kind, arms in old.seconds.items()
-    }
-    columns = ("process", "order", "sm_clock_mhz", "power_w", "temperature_c", "throttle")
     session: list[int] = []
     if old.session or new.session:  # rounds that say nothing are this run's own
         session = [s for rounds in (old, new) for s in rounds.session or [0] * len(rounds.process)]
-    both = {name: [*getattr(old, name), *getattr(new, name)] for name in columns}
-    return Rounds(seconds=seconds, session=session, **both)
+    ranks = [RankRounds(**_pooled(a, b)) for a, b in zip(old.ranks, new.ranks, strict=True)]
+    both = {"process": [*old.process, *new.process], "order": [*old.order, *new.order], **_pooled(old, new)}
+    return Rounds(session=session, ranks=ranks, **both)
+
+
+def _pooled(old: Rounds | RankRounds, new: Rounds | RankRounds) -> dict[str, Any]:
+    """Return the sensors and the seconds of both."""
+    columns = ("sm_clock_mhz", "power_w", "temperature_c", "throttle")
+    seconds = {
+        kind: {arm: [*values, *new.seconds[kind][arm]] for arm, values in arms.items() if arm in new.seconds[kind]}
+        for kind, arms in old.seconds.items()
+    }
+    return {"seconds": seconds, **{name: [*getattr(old, name), *getattr(new, name)] for name in columns}}
 
 
 def _subject_failure(run: Run, case: dict[str, Any]) -> str:

@@ -24,6 +24,7 @@ from ..records.evidence import CaseRecord, Record
 from ..records.files import write_atomically
 from ..records.toml_files import parse_toml, read_toml
 from ..subject.loading import builtin_names, is_builtin
+from ..text import counted
 
 _HINT = f"the format is in {page('reference/claims')}"
 
@@ -73,6 +74,9 @@ _Gpus = Annotated[_SomeNames, AfterValidator(_words_of_names)]
 _Versions = Annotated[_Text, AfterValidator(_specifiers)]
 
 
+NO_GPU = "a machine with no GPU"
+
+
 class Claim(BaseModel):
     """One sentence about speed: ``subject`` is at least ``factor`` times as fast as ``baseline``.
 
@@ -92,6 +96,8 @@ class Claim(BaseModel):
     metric: Metric = Field(description="'kernel', 'graph', 'wall' or 'memory'")
     factor: float = Field(strict=True, gt=0, allow_inf_nan=False, description="a number above 0")
     gpu: _Gpus = Field(description="words of the GPU's name, e.g. 'H200', or a list of such names: on each of them")
+    ranks: int = Field(default=1, strict=True, ge=1, description="how many GPUs of one host make each call together")
+    link: str = Field(default="", description="what links them, e.g. 'NVLink'")
     scope: Scope = Field(description="'each case' or 'geometric mean'")
     cases: _Names = Field(
         default=(), description="patterns on the names of cases, '*' and '?' as in file names: only these cases"
@@ -243,9 +249,10 @@ def why_not(claim: Claim, record: Record) -> str | None:
         return f"the record is of {record.subject.entry_point}{where}, the claim of our own {claim.subject}"
     if record.suite != claim.suite:
         return f"the record is of suite {record.suite}, the claim of {claim.suite}"
-    if gpu is None or not claim.fits_gpu(gpu.name):
-        return f"the record is of {gpu.name if gpu else 'a machine with no GPU'}, the claim of {', '.join(claim.gpu)}"
-    if other := other_versions(claim, record):
+    name = gpu.name if gpu else NO_GPU
+    if name not in claim.gpu and (gpu is None or not claim.fits_gpu(name)):
+        return f"the record is of {name}, the claim of {', '.join(claim.gpu)}"
+    if other := _other_ranks(claim, record) or other_versions(claim, record):
         return other
     if missing := [name for name in claim.baseline if name not in record.baselines]:
         return f"the record was not asked for baseline {', '.join(missing)}"
@@ -254,6 +261,15 @@ def why_not(claim: Claim, record: Record) -> str | None:
         what = "peak memory" if claim.metric == "memory" else f"{claim.metric} times"
         return f"the record has no {what}{' of the cases that are claimed' if claim.cases else ''}"
     return None
+
+
+def _other_ranks(claim: Claim, record: Record) -> str:
+    """Return how the ranks of a record are others than those of a claim, or an empty text."""
+    ranks = record.environment.ranks
+    here, link = (1, "") if ranks is None else (ranks.count, ranks.link)
+    if here != claim.ranks:
+        return f"the record is of {counted(here, 'GPU')}, the claim of {claim.ranks}"
+    return "" if link == claim.link else f"the record is of GPUs over {link}, the claim of {claim.link or 'no link'}"
 
 
 def _has(metric: Metric, case: CaseRecord, subject: str) -> bool:
@@ -297,6 +313,7 @@ def _pinned(claim: Claim, key: str, records: Mapping[str, Record]) -> tuple[str,
     )
 
 
+_ONE_GPU = "one-gpu"  # as operators over ranks call the baseline that does the whole problem on each card
 _MEASURED: dict[Metric, str] = {"kernel": "in kernel time", "graph": "in a CUDA graph", "wall": "in wall time"}
 
 
@@ -315,7 +332,21 @@ def claim_sentence(claim: Claim, record: Record | None) -> str:
         times = f"{claim.factor:g} times " if claim.factor != 1 else ""
         what = f"{claim.subject} is at least {times}as fast as {baseline} {_MEASURED[claim.metric]}"
     versions = "".join(f", with {name} {wanted}" for name, wanted in claim.versions.items())
-    return f"On {_listed(claim.gpu)}, {what}, {_scope(claim, record)}{versions}."
+    return f"On {_where(claim)}, {what}{_share(claim)}, {_scope(claim, record)}{versions}."
+
+
+def _where(claim: Claim) -> str:
+    """Return the GPUs, e.g. ``2 H100 over NVLink``."""
+    if claim.gpu == (NO_GPU,):
+        return f"{claim.ranks} ranks of {NO_GPU}"
+    return _listed(claim.gpu) if claim.ranks == 1 else f"{claim.ranks} {_listed(claim.gpu)} over {claim.link}"
+
+
+def _share(claim: Claim) -> str:
+    """Return what part of one GPU's rate each of several has: the baseline does the whole problem on one."""
+    if claim.ranks == 1 or claim.baseline != (_ONE_GPU,) or claim.metric == "memory":
+        return ""
+    return f" ({math.floor(100 * claim.factor / claim.ranks + 1e-9)} % of one GPU's rate on each)"
 
 
 def sentence_fault(claim: Claim, record: Record) -> str:

@@ -35,6 +35,7 @@ _HARDWARE: dict[str, _Field] = {
     "gpu": _gpu("name"),
     "max_sm_clock": _gpu("max_sm_clock_mhz"),
     "power_limit": _gpu("power_limit_w"),
+    "ranks": lambda record: _ranks(record.environment),
 }
 _METHOD: dict[str, _Field] = {
     name: _setting(name) for name in ("method", "cache", "graph_seconds", "graph_calls", "graph_replays", "wall_calls")
@@ -57,6 +58,12 @@ FIELDS: dict[str, _Field] = {
 }
 # The last three are not plain fields: the first two are of what both records share.
 ALLOWED = (*FIELDS, "baseline_version", "problem", "uncommitted")
+
+
+def _ranks(environment: Environment) -> str:
+    """Return how many GPUs made each call, and what links them."""
+    ranks = environment.ranks
+    return "1" if ranks is None else f"{ranks.count} over {ranks.link}"
 
 
 def _variables(environment: Environment) -> str:

@@ -28,6 +28,7 @@ from ..records.git import git, is_commit, read_objects
 from ..records.signing import SignatureError, envelope_of, signer_of
 from ..subject.loading import load_operator
 from ..subject.registry import is_user_defined
+from .rank_checks import ranks_fault
 from .roofline import known_spec
 
 Result = Literal["passed", "contradiction", "not checked"]
@@ -546,10 +547,15 @@ def _all_rounds(record: Record) -> Iterator[tuple[CaseRecord, Rounds]]:
     return ((case, rounds) for case in record.cases for rounds in case.rounds)
 
 
+def _ranks(record: Record) -> _Found:
+    """Compare ranks, their cards, their times and their launches with one another."""
+    yield ranks_fault(record)
+
+
 _OF_A_RECORD: dict[str, Callable[[Record], _Found]] = {
     check.__name__[1:].replace("_", " "): check
     for check in (
-        *(_work, _samples, _arms, _accuracy, _orders, _sensors, _clocks, _gates, _inputs, _launches),
+        *(_work, _samples, _arms, _accuracy, _orders, _sensors, _clocks, _gates, _inputs, _launches, _ranks),
         *(_copied_processes, _copied_control, _copied_arms, _dates),
     )
 }

@@ -445,6 +445,8 @@ def _over_mean(claim: Claim, cases: Sequence[CaseVerdict], mean: Interval | None
 
 def _gap(claim: Claim, record: Record, suite: Mapping[str, Problem]) -> str | None:
     """Return what keeps a record from demonstrating anything, or None."""
+    if record.environment.gpu is None:
+        return "a CPU shows no speed"
     if not record.complete:
         return f"the run is incomplete: {record.incomplete_reason or 'no reason recorded'}"
     for name in GATE_NAMES:
@@ -470,6 +472,8 @@ def _notes_on(record: Record) -> list[str]:
         notes.append(f"times were held against the SMs of {gpu.name} alone: the limits of its memory are not known")
     elif gpu is not None and known_spec(gpu) is None:
         notes.append(f"impossible times were not looked for: the limits of {gpu.name} are not known")
+    if gpu is None:
+        notes.append("its times are those of a CPU: not a claim")
     if record.tree.dirty:
         commit = record.tree.commit
         where = f", at commit {commit[:12]}," if commit else ""

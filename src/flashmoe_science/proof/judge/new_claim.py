@@ -70,6 +70,7 @@ def _make_claim(record: Record, request: ClaimRequest, kind: Metric) -> Claim:
         "metric": kind,
         "factor": _LITTLE if request.factor is None else request.factor,
         "gpu": gpu,
+        **({"ranks": ranks.count, "link": ranks.link} if (ranks := record.environment.ranks) is not None else {}),
         "scope": request.scope,
         "cases": tuple(request.cases),
     }

@@ -7,7 +7,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from ..records.evidence import GateStatus, Record
-from .claims import Claim, claim_sentence, load_claims, why_not
+from .claims import NO_GPU, Claim, claim_sentence, load_claims, why_not
 from .consistency import check_alone, contradiction
 from .judge import Problem, Verdict, exit_code, judge
 from .rows import default_kind
@@ -68,8 +68,8 @@ def expectation(record: Record) -> Claim | None:
 
     None where no time or no baseline was measured.
     """
-    kind, gpu, subject = default_kind(record), record.environment.gpu, record.subject
-    if kind is None or gpu is None or not record.baselines:
+    kind, subject, ranks = default_kind(record), record.subject, record.environment.ranks
+    if kind is None or not record.baselines:
         return None
     claim = Claim(
         id=EXPECTATION,
@@ -79,7 +79,9 @@ def expectation(record: Record) -> Claim | None:
         suite=record.suite,
         metric=kind,
         factor=subject.expected_speedup or 1.0,
-        gpu=(gpu.name,),
+        gpu=(record.environment.gpu.name if record.environment.gpu else NO_GPU,),
+        ranks=ranks.count if ranks else 1,
+        link=ranks.link if ranks else "",
         scope="each case",
     )
     return claim.model_copy(update={"sentence": claim_sentence(claim, record)})

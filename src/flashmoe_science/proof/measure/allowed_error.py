@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ...errors import ProofError
 from ..records.evidence import OutputAccuracy
-from ..subject.operator import Inputs, Operator
+from ..subject.operator import Inputs, Operator, Part
 from ..subject.outputs import known_parts, names_of
 
 _ELEMENTS_AT_ONCE = 2**27  # 1 GiB in fp64
@@ -29,6 +29,10 @@ class Allowed:
 
     largest: torch.Tensor  # absolute error of each element: of the output's shape, or one for each row, ``[..., 1]``
     rms: torch.Tensor | None = None  # root mean square of the errors of each row, ``[..., 1]``
+
+    def cut(self, part: Part, output: str) -> Allowed:
+        """Return those of one rank."""
+        return Allowed(part.of(output, self.largest), None if self.rms is None else part.of(output, self.rms))
 
 
 @dataclass(frozen=True)
@@ -56,23 +60,46 @@ class Expected:
 ExpectedOutputs = tuple[Expected, ...]  # one for each tensor of an answer
 
 
-def find_expected(operator: Operator, problem: Any, inputs: Inputs) -> ExpectedOutputs:
-    """Return the exact answer, and the errors allowed.
+def find_expected(operator: Operator, problem: Any, inputs: Inputs, part: Part | None = None) -> ExpectedOutputs:
+    """Return the exact answer, and the errors allowed; of one rank where ``part`` says so.
 
     These follow from the roundings that no kernel avoids, where the operator knows them, and from the framework's own
     error. Of few elements the latter is luck: then it counts only where nothing else does, and of several draws.
     """
-    names = names_of(operator, problem)
-    draw = _Draw.of(operator, problem, inputs, names)
-    scales = _scales_of(operator, problem, inputs, draw.exact)
-    few = any(exact.numel() < _FEW_ELEMENTS for exact in draw.exact)
-    more = [] if scales is not None or not few else _more_draws(operator, problem, inputs, names)
-    return tuple(
-        _expect_by_scale(operator, name, draw, index, scales[index])
-        if scales is not None
-        else _expect_by_framework(operator, name, draw, index, more)
-        for index, name in enumerate(names)
-    )
+    return Whole(operator, problem, inputs).expected(part)
+
+
+class Whole:
+    """What the operator says of one set of inputs, which may take long, and what follows for each rank."""
+
+    def __init__(self, operator: Operator, problem: Any, inputs: Inputs) -> None:
+        """Ask the operator. Raises ``ProofError`` where an answer has the wrong form."""
+        self._operator = operator
+        self._names = names_of(operator, problem)
+        self._draw = _Draw.of(operator, problem, inputs, self._names)
+        self._scales = _scales_of(operator, problem, inputs, self._draw.exact)
+        few = any(exact.numel() < _FEW_ELEMENTS for exact in self._draw.exact)
+        self._more = _more_draws(operator, problem, inputs, self._names) if self._scales is None and few else []
+        self._found: dict[Part | None, ExpectedOutputs] = {}
+
+    def expected(self, part: Part | None) -> ExpectedOutputs:
+        """Return what an answer has to be: that of a rank, or, for None, the whole."""
+        if part not in self._found:
+            names, draw, more, scales = self._names, self._draw, self._more, self._scales
+            if part is not None:
+                draw, more = draw.cut(part, names), [each.cut(part, names) for each in more]
+                scales = scales and tuple(each.cut(part, name) for name, each in zip(names, scales, strict=True))
+            found = tuple(
+                _expect_by_scale(self._operator, name, draw, index, scales[index])
+                if scales is not None
+                else _expect_by_framework(self._operator, name, draw, index, more)
+                for index, name in enumerate(names)
+            )
+            if part is not None:  # the largest error of fewer elements is luck
+                wholes = zip(found, self.expected(None), strict=True)
+                found = tuple(replace(each, budget=max(each.budget, whole.budget)) for each, whole in wholes)
+            self._found[part] = found
+        return self._found[part]
 
 
 @dataclass(frozen=True)
@@ -92,6 +119,11 @@ class _Draw:
                 shapes = f"got {list(right.shape)} and {list(part.shape)}"
                 raise ProofError(f"exact and low_precision must have one shape, {shapes}")
         return cls(exact, low)
+
+    def cut(self, part: Part, names: Sequence[str]) -> _Draw:
+        """Return that of one rank."""
+        each = (tuple(map(part.of, names, tensors)) for tensors in (self.exact, self.low))
+        return _Draw(*each)
 
     def budget(self, operator: Operator, index: int) -> float:
         """Return the operator's budget for one output. Raises ``ProofError`` where it is no finite number."""

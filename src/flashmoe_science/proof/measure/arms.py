@@ -17,11 +17,11 @@ import torch
 from ...errors import ProofError
 from ..records.evidence import Accuracy, OutputAccuracy, TimeKind
 from ..subject.loading import load_entry
-from ..subject.operator import Baseline, Inputs, Operator
+from ..subject.operator import Baseline, Inputs, Operator, Part, part_of
 from ..subject.outputs import Answer, Call, copied, names_of, not_formed, parts, sizes_of
 from ..subject.subject import Subject
-from ..worker import describe_error
-from .allowed_error import Allowed, ExpectedOutputs, find_shares, judge, late_tolerance
+from ..worker import agree, describe_error, meet, rank_here
+from .allowed_error import Allowed, ExpectedOutputs, Whole, find_shares, judge, late_tolerance
 from .correctness import accuracy_of, not_plain
 from .fresh_values import FreshValues
 from .shared_state import AT_IMPORT, Guard, SharedState
@@ -98,6 +98,7 @@ class Arm:
     accuracy: Accuracy | None = None
     peak_bytes: int | None = None
     lost: dict[TimeKind, str] = field(default_factory=dict)  # kind of time -> why it could not be taken
+    part: Part | None = None  # of the whole answer, that this rank gives
 
     @property
     def ready(self) -> bool:
@@ -168,60 +169,75 @@ def prepare_arm(
     operator: Operator,
     problem: Any,
     input_sets: Sequence[Inputs],
-    expected: Mapping[int, ExpectedOutputs],
+    wholes: Mapping[int, Whole],
     device: Device,
 ) -> Arm:
     """Bind ``loaded`` to every set of inputs, call it, and check its answers.
 
-    Compiling, tuning and the first allocation happen here. The answers to the sets that ``expected`` knows are compared
+    Compiling, tuning and the first allocation happen here. The answers to the sets that ``wholes`` knows are compared
     with the exact ones; the answers to all sets are kept, to be compared with those after timing.
     """
+    part = part_of(operator, problem, loaded.entry, rank_here())
+    expected = {place: whole.expected(part) for place, whole in wholes.items()}
     by_output = zip(*expected.values(), strict=True)
     tolerance = None if loaded.deterministic else tuple(late_tolerance(each) for each in by_output)
     if tolerance is not None and loaded.speed_of_light:  # its answer has a form of its own
         tolerance = tuple(Allowed(each.largest.max()) for each in tolerance)
-    output_bytes = [wanted.nbytes for wanted in next(iter(expected.values()))]
-    arm = Arm(loaded, loaded.name, loaded.role, tolerance=tolerance)
-    if loaded.entry is None:
-        arm.status, arm.reason = "unavailable" if loaded.status == "unavailable" else "failed", loaded.reason
-        return arm
+    arm = Arm(loaded, loaded.name, loaded.role, tolerance=tolerance, part=part)
+    fault, refusal = loaded.reason, ""
     try:
-        refusal = loaded.refusal(problem)
-        if refusal is not None:
-            arm.status, arm.reason = "refused", refusal
-            return arm
-        names = names_of(operator, problem)
-        shared = SharedState()
-        with loaded.context():
-            arm.calls = [operator.bind(loaded.entry, problem, inputs) for inputs in input_sets]
-            arm.calls[0]()  # compiles, tunes, allocates
-            device.synchronize()
-            arm.peak_bytes = device.peak_bytes(arm.calls[0])
-            device.poison(*output_bytes)
-            for call in arm.calls:
-                answer = call()
-                if wrong := not_an_answer(answer, loaded, names):
-                    arm.fail(wrong)
-                    return arm
-                device.synchronize()  # waits for work on any stream; check_stream reports such work
-                arm.expected.append(copied(answer))
-            device.poison(*output_bytes)
-            again = copied(arm.calls[0]())
-            device.synchronize()
-        if changes := shared.changes():
-            arm.fail(f"a call of it changes what all arms share: {changes}")
-            return arm
-        repeats = mismatch([again], arm.expected[:1], None) == ""
-        judged = {} if loaded.speed_of_light else expected
-        problem_found = next(
-            (wrong for index, each in judged.items() if (wrong := _judge_answer(arm, index, each, repeats=repeats))),
-            "",
-        )
+        if loaded.entry is not None:
+            refusal = loaded.refusal(problem) or ""
+            fault = "" if refusal else _first_answers(arm, operator, problem, input_sets, expected, device)
     except Exception as error:  # noqa: BLE001 - what an arm raises is a result
-        problem_found = survive(error, arm.name, device)
-    if problem_found:
-        arm.fail(problem_found)
+        fault = survive(error, arm.name, device)
+    if fault := agree(fault, f"{arm.name} prepared"):
+        arm.fail(fault)
+        arm.status = "unavailable" if loaded.status == "unavailable" else "failed"
+    elif refusal:
+        arm.status, arm.reason = "refused", refusal
     return arm
+
+
+def _first_answers(
+    arm: Arm,
+    operator: Operator,
+    problem: Any,
+    input_sets: Sequence[Inputs],
+    expected: Mapping[int, ExpectedOutputs],
+    device: Device,
+) -> str:
+    """Bind and call an arm, keep its answers, and return the fault of one, or an empty text.
+
+    It makes all calls, whatever an answer is: those of other ranks wait for them.
+    """
+    loaded, names, shared = arm.loaded, names_of(operator, problem), SharedState()
+    output_bytes = [wanted.nbytes for wanted in next(iter(expected.values()))]
+    faults: list[str] = []
+    assert loaded.entry is not None
+    with loaded.context():
+        arm.calls = [operator.bind(loaded.entry, problem, inputs) for inputs in input_sets]
+        arm.calls[0]()  # compiles, tunes, allocates
+        device.synchronize()
+        arm.peak_bytes = device.peak_bytes(arm.calls[0])
+        device.poison(*output_bytes)
+        for call in arm.calls:
+            answer = call()
+            faults.append(not_an_answer(answer, loaded, names))
+            device.synchronize()  # waits for work on any stream; check_stream reports such work
+            arm.expected.append(answer if faults[-1] else copied(answer))
+        device.poison(*output_bytes)
+        again = arm.calls[0]()
+        device.synchronize()
+    if wrong := next(filter(None, faults), ""):
+        return wrong
+    if changes := shared.changes():
+        return f"a call of it changes what all arms share: {changes}"
+    repeats = mismatch([copied(again)], arm.expected[:1], None) == ""
+    judged = {} if loaded.speed_of_light else expected
+    return next(
+        (wrong for index, each in judged.items() if (wrong := _judge_answer(arm, index, each, repeats=repeats))), ""
+    )
 
 
 def not_an_answer(answer: Any, loaded: Loaded, names: Sequence[str]) -> str:
@@ -268,6 +284,7 @@ def check_stream(arm: Arm, operator: Operator, problem: Any, inputs: Inputs, dev
     """
     assert arm.loaded.entry is not None
     saved: Inputs | None = None
+    wrong: list[str] = []
     try:
         fresh = operator.make_inputs(problem, seed=seed, device=device.name)
         saved = {name: tensor.clone() for name, tensor in inputs.items()}
@@ -282,17 +299,16 @@ def check_stream(arm: Arm, operator: Operator, problem: Any, inputs: Inputs, dev
                     copy_values(fresh, inputs)
                     answer = copied(arm.calls[0]())
                 device.synchronize()
-                wrong = mismatch([answer], [expected], arm.tolerance)
+                wrong.append(mismatch([answer], [expected], arm.tolerance))
                 copy_values(saved, inputs)
                 device.synchronize()
-                if wrong:
-                    return f"its work is not ordered with the stream that it is called on: {wrong}"
     except Exception as error:  # noqa: BLE001 - what an arm raises is a result
         reason = survive(error, arm.name, device)
         if saved is not None:
             copy_values(saved, inputs)
         return f"called on another stream: {reason}"
-    return ""
+    late = next(filter(None, wrong), "")
+    return f"its work is not ordered with the stream that it is called on: {late}" if late else ""
 
 
 def find_followers(values: FreshValues, arms: Sequence[Arm], device: Device) -> None:
@@ -303,21 +319,21 @@ def find_followers(values: FreshValues, arms: Sequence[Arm], device: Device) -> 
     """
     values.write([0])
     for arm in (arm for arm in arms if not arm.loaded.speed_of_light):
+        follows, fault = True, ""
         try:
             with arm.loaded.context():
                 answer = copied(arm.calls[0]())
                 device.synchronize()
-                arm.follows = not fault_of(answer, values.expected(0))
-                kept = not mismatch([answer], arm.expected[:1], arm.tolerance)
+                follows = not fault_of(answer, values.expected(0, arm.part))
+                if not follows and mismatch([answer], arm.expected[:1], arm.tolerance):
+                    fault = "its answer to new values at the same addresses is wrong"
+                elif not follows and arm.role == "subject":
+                    fault = "its answer to new values at the same addresses is the old one"
         except Exception as error:  # noqa: BLE001 - what an arm raises is a result
-            arm.fail(survive(error, arm.name, device))
-            continue
-        if arm.follows:
-            continue
-        if not kept:
-            arm.fail("its answer to new values at the same addresses is wrong")
-        elif arm.role == "subject":
-            arm.fail("its answer to new values at the same addresses is the old one")
+            fault = survive(error, arm.name, device)
+        arm.follows = all(meet(follows, f"{arm.name} follows"))
+        if fault := agree(fault, f"{arm.name} called with new values"):
+            arm.fail(fault)
 
 
 def check_parts(arm: Arm, values: FreshValues, device: Device, *, times: int) -> str:
@@ -328,6 +344,7 @@ def check_parts(arm: Arm, values: FreshValues, device: Device, *, times: int) ->
     if not values.writes_parts or not arm.ready:
         return ""
     values.write([0])
+    wrong = []
     try:
         with arm.loaded.context():
             for _ in range(times):
@@ -335,11 +352,11 @@ def check_parts(arm: Arm, values: FreshValues, device: Device, *, times: int) ->
                 values.write_part(0)
                 answer = arm.calls[0]()
                 device.synchronize()
-                if wrong := fault_of(answer, values.expected(0)):
-                    return f"its answer is wrong where most values are those of the call before: {wrong}"
+                wrong.append(fault_of(answer, values.expected(0, arm.part)))
     except Exception as error:  # noqa: BLE001 - what an arm raises is a result
         return survive(error, arm.name, device)
-    return ""
+    first = next(filter(None, wrong), "")
+    return f"its answer is wrong where most values are those of the call before: {first}" if first else ""
 
 
 def wrong_late(arm: Arm, answer: Answer, place: int, values: FreshValues, *, compare: bool = True) -> str:
@@ -348,13 +365,13 @@ def wrong_late(arm: Arm, answer: Answer, place: int, values: FreshValues, *, com
     It must be right for the values at ``place``, unless ``compare`` is false, and what the same call gives once more.
     An arm that keeps the values that it was bound with answers to those.
     """
-    if compare and not arm.loaded.speed_of_light:
-        if wrong := fault_of(answer, values.expected(place)) if arm.follows else "":
-            return wrong
-        if not arm.follows and (wrong := mismatch([answer], [arm.expected[place]], arm.tolerance)):
-            return wrong
-    wrong = mismatch([answer], [copied(arm.calls[place]())], arm.tolerance)
-    return f"the same call gives another one afterwards: {wrong}" if wrong else ""
+    wrong = ""
+    if compare and not arm.loaded.speed_of_light and arm.follows:
+        wrong = fault_of(answer, values.expected(place, arm.part))
+    elif compare and not arm.loaded.speed_of_light:
+        wrong = mismatch([answer], [arm.expected[place]], arm.tolerance)
+    again = mismatch([answer], [copied(arm.calls[place]())], arm.tolerance)  # always: other ranks wait for the call
+    return wrong or (f"the same call gives another one afterwards: {again}" if again else "")
 
 
 def check_again(arm: Arm, values: FreshValues, places: Sequence[int], device: Device) -> str:
@@ -367,9 +384,8 @@ def check_again(arm: Arm, values: FreshValues, places: Sequence[int], device: De
             device.poison(*sizes_of(arm.expected[0]))
             answers = [copied(call()) for call in arm.calls]
             device.synchronize()
-            wrong = next((odd for answer in answers if (odd := nan_in(answer))), "") or next(
-                (odd for place in places if (odd := wrong_late(arm, answers[place], place, values))), ""
-            )
+            late = [wrong_late(arm, answers[place], place, values) for place in places]
+            wrong = next(filter(None, [*map(nan_in, answers), *late]), "")
     except Exception as error:  # noqa: BLE001 - what an arm raises is a result
         return survive(error, arm.name, device)
     return f"its answer after timing is wrong: {wrong}" if wrong else ""

@@ -32,9 +32,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...errors import ProofError
 from ..records.evidence import Accuracy, OutputAccuracy
 from ..subject.failure_hints import not_here
-from ..subject.operator import Inputs, Operator, stress_draws_of
+from ..subject.operator import Inputs, Operator, Part, part_of, stress_draws_of
 from ..subject.outputs import not_formed, parts
-from ..worker import describe_error
+from ..worker import agree, describe_error, meet, rank_here
 from .allowed_error import Expected, ExpectedOutputs, find_expected, judge
 from .shared_state import SharedState
 
@@ -92,18 +92,20 @@ def _check_calls(
     *,
     deterministic: bool,
 ) -> Accuracy:
+    part = part_of(operator, problem, entry, rank_here())
     run = _Runner(device)
     inputs = operator.make_inputs(problem, seed=seed, device=device)
     others = operator.make_inputs(problem, seed=seed + 1, device=device)
     require_random(operator, inputs, others)
 
     call = operator.bind(entry, problem, inputs)
-    first = run(call, inputs, find_expected(operator, problem, inputs), "the first call", poison_all=device == "cpu")
+    wanted = find_expected(operator, problem, inputs, part)
+    first = run(call, inputs, wanted, "the first call", poison_all=device == "cpu")
     for name, tensor in inputs.items():
         # Through .data the version counter does not change: a cache keyed on it gets no warning.
         tensor.data.copy_(others[name])
     del others
-    wanted = find_expected(operator, problem, inputs)
+    wanted = find_expected(operator, problem, inputs, part)
     second = run(call, inputs, wanted, "new values at the same addresses")
 
     moved = {name: tensor.clone(memory_format=torch.preserve_format) for name, tensor in inputs.items()}
@@ -111,20 +113,32 @@ def _check_calls(
     third = run(call, moved, wanted, "the same values at new addresses")
     with torch.enable_grad():
         fourth = run(call, moved, wanted, "the same call again, with gradients on", poison_all=device == "cpu")
-    if capture is not None:
-        check_replay(operator, call, problem, moved, capture, seed=seed + 2)
-    run.check_earlier_outputs()
-
     same = all(_same_bits(a, b) for other in (third, fourth) for a, b in zip(second, other, strict=True))
-    accuracy = run.accuracy(deterministic=same)
-    if deterministic and not same:
-        raise WrongResultError("the same input gave other bits, and determinism was promised", accuracy)
+    accuracy, fault = run.accuracy(deterministic=same), ""
+    shown: Accuracy | None = accuracy
+    try:
+        if capture is not None:
+            check_replay(operator, call, problem, moved, capture, seed=seed + 2, part=part)
+        run.check_earlier_outputs()
+    except WrongResultError as error:
+        fault, shown = str(error), None
+    if not fault and deterministic and not same:
+        fault = "the same input gave other bits, and determinism was promised"
+    if fault := agree(fault, "after all calls"):
+        raise WrongResultError(fault, shown)
     del first
     return accuracy
 
 
 def check_replay(
-    operator: Operator, call: Callable[[], Any], problem: Any, inputs: Inputs, capture: Capture, *, seed: int
+    operator: Operator,
+    call: Callable[[], Any],
+    problem: Any,
+    inputs: Inputs,
+    capture: Capture,
+    *,
+    seed: int,
+    part: Part | None = None,
 ) -> None:
     """Capture a call in a CUDA graph, replay it with other values in the same inputs, and judge the answer.
 
@@ -132,15 +146,17 @@ def check_replay(
     that no graph can hold is gate launch's to report. Raises ``WrongResultError``.
     """
     others = operator.make_inputs(problem, seed=seed, device="cuda")
+    graph = None
     try:
         graph = capture(call)
     except Exception:  # noqa: BLE001 - launch says why, where graph times are wanted
         _synchronize("cuda")
+    if not all(meet(graph is not None, "a graph captured")) or graph is None:
         return
     try:
         for name, tensor in inputs.items():
             tensor.data.copy_(others[name])
-        wanted = find_expected(operator, problem, inputs)
+        wanted = find_expected(operator, problem, inputs, part)
         graph.poison_outputs()
         graph.replay_once()
         (answer,) = graph.outputs
@@ -187,7 +203,7 @@ def check_stress(
         if (small, draw) not in passed:
             runner = _Runner(device, refusals)
             with torch.no_grad():
-                wanted = find_expected(operator, small, inputs)
+                wanted = find_expected(operator, small, inputs, part_of(operator, small, entry, rank_here()))
                 call = operator.bind(entry, small, inputs)
                 try:
                     runner(call, inputs, wanted, f"stress draw {draw}", poison_all=device == "cpu")
@@ -216,7 +232,20 @@ class _Runner:
         *,
         poison_all: bool = False,
     ) -> tuple[torch.Tensor, ...]:
-        """Make one call. Raises ``WrongResultError``."""
+        """Make one call. Raises ``WrongResultError``, on all ranks where one of them is wrong."""
+        fault, accuracy = "", None
+        outputs: tuple[torch.Tensor, ...] = ()
+        try:
+            outputs = self._call(call, inputs, expected, which, poison_all=poison_all)
+        except WrongResultError as error:
+            fault, accuracy = str(error), error.accuracy
+        if fault := agree(fault, which):
+            raise WrongResultError(fault, accuracy)
+        return outputs
+
+    def _call(
+        self, call: Callable[[], Any], inputs: Inputs, expected: ExpectedOutputs, which: str, *, poison_all: bool
+    ) -> tuple[torch.Tensor, ...]:
         before = {name: tensor.clone(memory_format=torch.preserve_format) for name, tensor in inputs.items()}
         shared = SharedState()
         poison_free_memory(self._device, *(wanted.nbytes for wanted in expected))

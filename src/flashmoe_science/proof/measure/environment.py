@@ -36,10 +36,10 @@ def environment() -> Environment:
     import torch
 
     commit, dirty = tree_commit()
-    sensors = nvml.open_sensors(_uuid())
+    sensors = nvml.open_sensors(uuid_of())
     limits = sensors.limits()
     return Environment(
-        gpu=_gpu(limits),
+        gpu=describe_gpu(limits),
         driver=limits.driver,
         cuda=torch.version.cuda,
         python=platform.python_version(),
@@ -65,23 +65,24 @@ def describe_apart() -> Environment:
     return Environment.model_validate(result.data)
 
 
-def _uuid() -> str | None:
-    """Return the UUID of the GPU that torch uses, or None."""
+def uuid_of(index: int | None = None) -> str | None:
+    """Return the UUID of a GPU, by default of the one that torch uses, or None."""
     import torch
 
     if not torch.cuda.is_available():
         return None
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
     return str(properties.uuid) if hasattr(properties, "uuid") else None
 
 
-def _gpu(limits: nvml.Limits) -> Gpu | None:
+def describe_gpu(limits: nvml.Limits, index: int | None = None) -> Gpu | None:
+    """Return what a GPU is, by default the one that torch uses, or None."""
     import torch
 
     if not torch.cuda.is_available():
         return None
-    properties: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
-    uuid = (_uuid() or limits.uuid or "").removeprefix("GPU-")
+    properties: Any = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
+    uuid = (uuid_of(index) or limits.uuid or "").removeprefix("GPU-")
     return Gpu(
         name=properties.name,
         arch=properties.major * 10 + properties.minor,

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from ..subject.operator import Inputs, Operator
+from ..subject.operator import Inputs, Operator, Part
 from . import schedule
-from .allowed_error import ExpectedOutputs, find_expected
+from .allowed_error import ExpectedOutputs, Whole
 
 _STRIDE = 7919  # between the seeds of two sets: an operator may use the next few numbers too
 _PART = 64  # of a tensor, one in so many elements is new where the others stay
@@ -51,7 +51,7 @@ class FreshValues:
         self._round = self._writes = 0
         self._sample = ""
         self._seeds: dict[int, int] = {}  # place -> of the values that it holds
-        self._expected: tuple[tuple[int, int], ExpectedOutputs] | None = None
+        self._whole: tuple[tuple[int, int], Whole] | None = None
 
     def begin_round(self, seed: int) -> None:
         """Take the seed of a round."""
@@ -82,13 +82,13 @@ class FreshValues:
         """Return one of ``places``, the same for every arm of this sample."""
         return places[random.Random(f"{self._round}/{self._sample}/compared").randrange(len(places))]
 
-    def expected(self, place: int) -> ExpectedOutputs:
+    def expected(self, place: int, part: Part | None = None) -> ExpectedOutputs:
         """Return what is right for the values at ``place``. The last one is kept: the next arm asks for it too."""
         key = place, self._seeds[place]
-        if self._expected is None or self._expected[0] != key:
-            self._expected = None  # fp64 of two may not fit
-            self._expected = key, find_expected(self._operator, self._problem, self._input_sets[place])
-        return self._expected[1]
+        if self._whole is None or self._whole[0] != key:
+            self._whole = None  # fp64 of two may not fit
+            self._whole = key, Whole(self._operator, self._problem, self._input_sets[place])
+        return self._whole[1].expected(part)
 
     @property
     def writes_parts(self) -> bool:
@@ -106,3 +106,5 @@ class FreshValues:
             stays = torch.ones(tensor.numel(), dtype=torch.bool, device=tensor.device)
             stays[begin : begin + size] = False
             tensor.data.copy_(torch.where(stays.view(tensor.shape), before[name], tensor))
+        if update := getattr(self._operator, "update_copies", None):  # inputs that are copies of parts of others
+            update(self._problem, {name: tensor.data for name, tensor in inputs.items()})

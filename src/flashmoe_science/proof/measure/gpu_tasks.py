@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,16 +12,16 @@ from ...errors import ProofError
 from ...gpu.device import current_gpu
 from ..records.evidence import Settings
 from ..subject.loading import operator_of
-from ..subject.operator import Inputs, Operator, identities_of, ours
+from ..subject.operator import Inputs, Operator, identities_of, ours, part_of
 from ..subject.outputs import Answer, Call, copied, parts, sizes_of
 from ..subject.subject import Subject
-from ..worker import Emit, ask
+from ..worker import Emit, agree, ask, rank_here
 from . import arms as arms_module, launches
 from .allowed_error import ExpectedOutputs, find_expected, judge, late_tolerance
 from .arms import Loaded
 from .host_files import files_called
 from .launches import CallTrace, Recording
-from .measure import CudaTimer, Graph, Timer
+from .measure import CudaTimer, Graph, HostTimer, Timer
 from .rounds import Case, Plan, measure_case
 from .schedule import derived_seed
 from .shared_state import Guard
@@ -29,7 +29,10 @@ from .shared_state import Guard
 _CAPTURED_CALLS = 2  # that the second runs what the first ran is part of the answer
 
 
-def measure(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
+Opened = tuple[Operator, list[Loaded], "CudaTimer | HostTimer"]
+
+
+def measure(payload: dict[str, Any], emit: Emit, opened: Opened | None = None) -> dict[str, Any]:
     """Take the times of every case in one process.
 
     Args:
@@ -37,6 +40,7 @@ def measure(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
             and wall); optionally ``control`` and ``check_stream``, see ``rounds.Plan``.
         emit: gets ``{"event": "start", "name"}``, ``{"event": "round", "case", "round", "rounds"}``, and ``{"event":
             "case", "case"}`` with the result of ``rounds.measure_case``.
+        opened: the arms and the timer. Default: those of ``open_gpu``.
 
     Raises:
         ProofError: no GPU, times that cannot share a process, or the GPU context is lost.
@@ -48,7 +52,7 @@ def measure(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
         control=payload.get("control", True),
         check_stream=payload.get("check_stream", True),
     )
-    operator, loaded, timer = open_gpu(payload)
+    operator, loaded, timer = opened or open_gpu(payload)
     plan = replace(plan, changes=Guard().changes)
     if plan.settings.seed is None:
         plan = replace(
@@ -69,13 +73,13 @@ def measure(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
     return {"cases": len(payload["cases"])}
 
 
-def capture_launches(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
+def capture_launches(payload: dict[str, Any], emit: Emit, opened: Opened | None = None) -> dict[str, Any]:
     """Record the kernels that the subject and the baselines run in every case.
 
     ``payload`` has ``subject``, ``cases``, ``baselines`` and ``seed``; ``emit`` gets a "start" and a "case" event for
     each case. Returns ``cases``, see ``capture_case``. Raises ``ProofError``: no GPU, or the GPU context is lost.
     """
-    operator, loaded, timer = open_gpu(payload)
+    operator, loaded, timer = opened or open_gpu(payload)
     changes = Guard().changes
     subject = Subject.from_json(payload["subject"])
     cases = []
@@ -89,16 +93,20 @@ def capture_launches(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
     return {"cases": cases}
 
 
-def open_gpu(payload: dict[str, Any]) -> tuple[Operator, list[Loaded], CudaTimer]:
+def open_gpu(
+    payload: dict[str, Any], make_timer: Callable[[], CudaTimer | HostTimer] | None = None
+) -> tuple[Operator, list[Loaded], CudaTimer | HostTimer]:
     """Import the arms and open the GPU. Inputs need no gradient, and nobody pays for asking."""
-    if not torch.cuda.is_available():
+    if make_timer is None and not torch.cuda.is_available():
         raise ProofError("no NVIDIA GPU here that torch can use", hint="`flashmoe doctor` says what this machine lacks")
     torch.set_grad_enabled(False)
-    torch.cuda.init()  # type: ignore[no-untyped-call]  # a variable that a module sets is too late for the driver
+    if torch.cuda.is_available():
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # a variable that a module sets is too late for the driver
     changes = Guard().changes
     subject = Subject.from_json(payload["subject"])
     operator = operator_of(subject)
-    return operator, arms_module.load_arms(subject, operator, payload["baselines"], changes), CudaTimer()
+    loaded = arms_module.load_arms(subject, operator, payload["baselines"], changes)
+    return operator, loaded, CudaTimer() if make_timer is None else make_timer()
 
 
 @dataclass
@@ -142,12 +150,18 @@ def capture_case(case: Case, subject: Subject, loaded: Sequence[Loaded], timer: 
             for which in ("launches", "replays")
         )
     except Exception as error:  # noqa: BLE001 - one case of many fails, with its reason
-        reason = f"the case cannot be set up: {arms_module.survive(error, 'of none', timer)}"
+        inputs = others = {}
+        for capture in captures:
+            capture.fail("failed", f"the case cannot be set up: {arms_module.survive(error, 'of none', timer)}")
+    if reason := agree(captures[0].reason, "set up"):
         for capture in captures:
             capture.fail("failed", reason)
         return {"name": case.name, "arms": [_record(capture, None) for capture in captures]}
     for capture in captures:
         _prepare(capture, case, subject, inputs, timer)
+        _agree_on(capture, "prepared")
+        if capture.call is not None:
+            _try_graph(capture, timer)
     with timer.recording() as recording:
         for capture in captures:
             if capture.call is not None:
@@ -192,12 +206,27 @@ def _prepare(capture: _Capture, case: Case, subject: Subject, inputs: Inputs, ti
         capture.call = call
     except Exception as error:  # noqa: BLE001 - what an arm raises is a result
         capture.fail("failed", arms_module.survive(error, loaded.name, timer))
-        return
+
+
+def _agree_on(capture: _Capture, step: str) -> None:
+    """Fail an arm on all ranks where it has failed on one."""
+    fault = "" if capture.status in ("refused", "unavailable") else capture.reason
+    if (found := agree(fault, f"{capture.loaded.name} {step}")) != fault:
+        capture.fail("failed", found)
+
+
+def _try_graph(capture: _Capture, timer: Timer) -> None:
+    """Capture a graph of its call, on all ranks or on none."""
+    assert capture.call is not None
     try:
-        with loaded.context():
-            capture.graph = timer.capture([call], 1)
+        with capture.loaded.context():
+            capture.graph = timer.capture([capture.call], 1)
     except Exception as error:  # noqa: BLE001 - a call that no graph can hold is a result
-        capture.graph_reason = arms_module.survive(error, loaded.name, timer)
+        capture.graph_reason = arms_module.survive(error, capture.loaded.name, timer)
+    capture.graph_reason = agree(capture.graph_reason, f"{capture.loaded.name} captured")
+    if capture.graph_reason and capture.graph is not None:
+        capture.graph.release()
+        capture.graph = None
 
 
 def _record_calls(capture: _Capture, inputs: Inputs, others: Inputs, recording: Recording, timer: Timer) -> None:
@@ -225,6 +254,7 @@ def _record_calls(capture: _Capture, inputs: Inputs, others: Inputs, recording: 
                 timer.synchronize()
     except Exception as error:  # noqa: BLE001 - what an arm raises is a result
         capture.fail("failed", arms_module.survive(error, name, timer))
+    _agree_on(capture, "recorded")
 
 
 def _compare_replay(capture: _Capture, case: Case, inputs: Inputs, timer: Timer) -> None:
@@ -237,7 +267,8 @@ def _compare_replay(capture: _Capture, case: Case, inputs: Inputs, timer: Timer)
     wrong = arms_module.mismatch([capture.replayed], [capture.answer], None)
     if wrong:
         try:
-            expected = find_expected(case.operator, case.problem, inputs)  # slow, and rarely needed
+            part = part_of(case.operator, case.problem, capture.loaded.entry, rank_here())
+            expected = find_expected(case.operator, case.problem, inputs, part)  # slow, and rarely needed
         except Exception as error:  # noqa: BLE001 - one case of many fails, with its reason
             wrong = f"{wrong}; {arms_module.survive(error, 'of none', timer)}"
         else:

@@ -23,8 +23,10 @@ from typing import Any, Protocol
 import torch
 from typing_extensions import override  # a dependency of torch
 
+from ...errors import ProofError
 from ..records.evidence import Settings, TimeKind
 from ..subject.outputs import Answer, Call, poison
+from ..worker import agree, line_up, meet
 from . import arms as arms_module, launches, nvml, schedule
 from .arms import Arm, Device
 from .cache import CacheFlush
@@ -90,8 +92,10 @@ class CudaTimer(Timer):
 
     name = "cuda"
 
-    def __init__(self) -> None:
+    def __init__(self, line_up_devices: Callable[[], None] = lambda: None) -> None:
+        """``line_up_devices`` enqueues what ends at the same moment on the GPUs of all ranks."""
         properties = _cuda.get_device_properties(_cuda.current_device())
+        self._line_up_devices = line_up_devices
         self.l2_bytes = int(properties.L2_cache_size)
         self.sensors = nvml.open_sensors(str(properties.uuid) if hasattr(properties, "uuid") else None)
         self._flush = CacheFlush(self.l2_bytes)
@@ -158,23 +162,90 @@ class CudaTimer(Timer):
 
     @override
     def wall_seconds(self, sequence: Sequence[Callable[[], object]]) -> float:
-        _cuda.synchronize()
-        begin = _now()
-        for call in sequence:
-            call()
-        _cuda.synchronize()
-        return _now() - begin
+        return _seconds_of(sequence, _cuda.synchronize)
 
     @override
     def capture(self, calls: Sequence[Call], count: int) -> CudaGraph:
-        return CudaGraph(calls, count, self._capture_stream)
+        return CudaGraph(calls, count, self._capture_stream, self._line_up_devices)
+
+
+def _seconds_of(sequence: Sequence[Callable[[], object]], synchronize: Callable[[], object]) -> float:
+    synchronize()
+    line_up()
+    begin = _now()
+    for call in sequence:
+        call()
+    synchronize()
+    return _now() - begin
+
+
+class HostTimer(Timer):
+    """A CPU, for calls over ranks where there is no GPU: it shows that a run works, and no speed."""
+
+    name = "cpu"
+    l2_bytes = 0  # nothing is flushed, so few sets of inputs do
+
+    @override
+    def synchronize(self) -> None:
+        pass
+
+    @override
+    def empty_cache(self) -> None:
+        pass
+
+    @override
+    def read_sensors(self) -> Reading:
+        return Reading()
+
+    @override
+    def recording(self) -> AbstractContextManager[Recording]:
+        raise ProofError("a CPU launches no kernels that could be recorded")
+
+    @override
+    def flush_cache(self) -> None:
+        pass
+
+    @override
+    def sleep(self) -> None:
+        pass
+
+    @override
+    def streams(self) -> Sequence[AbstractContextManager[Any]]:
+        return [contextlib.nullcontext()]
+
+    @override
+    def poison(self, *nbytes: int) -> None:
+        poison_free_memory(self.name, *nbytes)
+
+    @override
+    def peak_bytes(self, call: Call) -> int:
+        call()
+        return 0
+
+    def settle(self) -> None:
+        """Do nothing: who else uses the CPU is not known."""
+
+    @override
+    def wall_seconds(self, sequence: Sequence[Callable[[], object]]) -> float:
+        return _seconds_of(sequence, self.synchronize)
+
+    @override
+    def capture(self, calls: Sequence[Call], count: int) -> Graph:
+        raise ProofError("a CPU has no graphs")
 
 
 class CudaGraph(Graph):
     """One capture, with a memory pool of its own. Each set of inputs keeps the output of its last call."""
 
-    def __init__(self, calls: Sequence[Call], count: int, stream: torch.cuda.Stream) -> None:
+    def __init__(
+        self,
+        calls: Sequence[Call],
+        count: int,
+        stream: torch.cuda.Stream,
+        line_up_devices: Callable[[], None] = lambda: None,
+    ) -> None:
         self.outputs: list[Answer | None] = [None] * len(calls)
+        self._line_up_devices = line_up_devices
         self._graph = _cuda.CUDAGraph()
         pool = _cuda.graph_pool_handle()
         before = _cuda.current_stream()
@@ -198,6 +269,7 @@ class CudaGraph(Graph):
             prepare()
             # While the stream waits, the host gets ahead: no launch falls between the two events.
             _cuda._sleep(LEAD_CYCLES)  # noqa: SLF001 - torch has no public way to keep a stream busy
+            self._line_up_devices()
             begin.record()
             self._graph.replay()
             end.record()
@@ -256,11 +328,9 @@ class ClockSampler:
         """Find out how long a call takes, and from that how many calls make a sample. Arms that cannot lose a kind."""
         graph_seconds: dict[str, float] = {}
         for arm in arms:
-            try:
-                with arm.loaded.context():
-                    eager = estimate_seconds(arm, self._timer)
-            except Exception as error:  # noqa: BLE001 - what an arm raises is a result
-                arm.lose(self._times, arms_module.survive(error, arm.name, self._timer))
+            eager, fault = _estimate(arm, self._timer)
+            if fault:
+                arm.lose(self._times, fault)
                 continue
             most = min(self._settings.wall_calls, len(arm.calls))
             calls = schedule.block_call_count(eager, most, at_least=min(schedule.MIN_WALL_CALLS, most))
@@ -284,14 +354,25 @@ class ClockSampler:
     def _try_capture(self, arm: Arm, eager_seconds: float, graph_seconds: dict[str, float]) -> None:
         wanted = max(len(arm.calls), TRIAL_CALLS)
         count = schedule.block_call_count(eager_seconds, wanted, at_least=1)
-        try:
-            with arm.loaded.context():
+        graph: Graph | None = None
+        seconds, fault = 0.0, ""
+        with arm.loaded.context():
+            try:
                 graph = self._timer.capture(arm.calls, count)
-                graph_seconds[arm.name] = graph.replay_seconds(1, _do_nothing)[0] / count
+            except Exception as error:  # noqa: BLE001 - what an arm raises is a result
+                fault = arms_module.survive(error, arm.name, self._timer)
+            if not (fault := agree(fault, f"{arm.name} captured")) and graph is not None:
+                try:
+                    seconds = graph.replay_seconds(1, lambda: None)[0] / count
+                except Exception as error:  # noqa: BLE001 - what an arm raises is a result
+                    fault = arms_module.survive(error, arm.name, self._timer)
+                fault = agree(fault, f"{arm.name} replayed")
+            if graph is not None:
                 graph.release()
-        except Exception as error:  # noqa: BLE001 - what an arm raises is a result
-            reason = arms_module.survive(error, arm.name, self._timer)
-            arm.lose(["graph"], f"it cannot be captured: {reason}")
+        if fault:
+            arm.lose(["graph"], f"it cannot be captured: {fault}")
+        else:
+            graph_seconds[arm.name] = max(meet(seconds, f"{arm.name} replays"))
 
     def session(self) -> AbstractContextManager[object]:
         """Return the context around several rounds."""
@@ -357,11 +438,9 @@ class KernelSampler:
     def prepare(self, arms: Sequence[Arm]) -> None:
         """Find out how long a call takes, and from that how many calls make a sample."""
         for arm in arms:
-            try:
-                with arm.loaded.context():
-                    seconds = estimate_seconds(arm, self._timer)
-            except Exception as error:  # noqa: BLE001 - what an arm raises is a result
-                arm.lose(["kernel"], arms_module.survive(error, arm.name, self._timer))
+            seconds, fault = _estimate(arm, self._timer)
+            if fault:
+                arm.lose(["kernel"], fault)
                 continue
             wanted = schedule.KERNEL_CALLS if self._cold else len(arm.calls)
             self._calls[arm.name] = schedule.block_call_count(seconds, wanted, at_least=1)
@@ -441,15 +520,11 @@ class Writer:
 
     def wrong(self, arm: Arm, answers: Mapping[int, Answer], compared: int) -> str:
         """Return how answers, by place, are wrong, or an empty text; that at ``compared`` must be right."""
-        for place in sorted(answers, key=lambda place: place != compared):
-            compare = self.compare and place == compared
-            if wrong := arms_module.wrong_late(arm, answers[place], place, self.values, compare=compare):
-                return wrong
-        return ""
-
-
-def _do_nothing() -> None:
-    pass
+        wrong = [
+            arms_module.wrong_late(arm, answers[at], at, self.values, compare=self.compare and at == compared)
+            for at in sorted(answers, key=lambda place: place != compared)
+        ]
+        return next(filter(None, wrong), "")
 
 
 class WrongAnswerError(Exception):
@@ -463,8 +538,20 @@ def rotate(calls: Sequence[Call], count: int) -> list[Call]:
 
 def estimate_seconds(arm: Arm, timer: Timer) -> float:
     """Return roughly how long an eager call takes: a first, warm one, then three more where they are fast."""
-    seconds = timer.wall_seconds(arm.calls[:1])
+    seconds = max(meet(timer.wall_seconds(arm.calls[:1]), "one call"))
     return seconds if seconds > schedule.LONGEST_SAMPLE_S else timer.wall_seconds(rotate(arm.calls, 3)) / 3
+
+
+def _estimate(arm: Arm, timer: Timer) -> tuple[float, str]:
+    """Return ``estimate_seconds``, the same on all ranks, or why there is none."""
+    seconds, fault = 0.0, ""
+    try:
+        with arm.loaded.context():
+            seconds = estimate_seconds(arm, timer)
+    except Exception as error:  # noqa: BLE001 - what an arm raises is a result
+        fault = arms_module.survive(error, arm.name, timer)
+    fault = agree(fault, f"{arm.name} estimated")
+    return max(meet(seconds, f"{arm.name} takes")), fault
 
 
 def lost_kernels(traces: Sequence[CallTrace]) -> str:

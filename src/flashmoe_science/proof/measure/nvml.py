@@ -6,6 +6,7 @@ and say why. A quantity that one card does not report is None, the others are re
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -105,6 +106,20 @@ class Sensors:
             driver=_text(self._ask(lib.nvmlSystemGetDriverVersion)),
             driver_cuda=None if cuda is None else f"{cuda // 1000}.{cuda % 1000 // 10}",
         )
+
+    def has_nvlink_to(self, other: Sensors) -> bool:
+        """Return whether NVLink joins this card and another, through a switch or not."""
+        lib = self._library
+        status = self._ask(
+            lambda: lib.nvmlDeviceGetP2PStatus(self._handle, other._handle, lib.NVML_P2P_CAPS_INDEX_NVLINK)
+        )
+        return status is not None and status == lib.NVML_P2P_STATUS_OK
+
+    def links_up(self, most: int) -> int:
+        """Return how many of this card's NVLinks, ``most`` at most, are up."""
+        lib, card = self._library, self._handle
+        states = [self._ask(functools.partial(lib.nvmlDeviceGetNvLinkState, card, link)) for link in range(most)]
+        return states.count(1)
 
     def _throttle_mask(self) -> int:
         try:

@@ -7,6 +7,7 @@ that check it gains nothing: these are others.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from ..subject.loading import operator_of
+from ..subject.operator import Part, Ranked
 from ..subject.outputs import Answer, copied, parts
 from ..subject.subject import Subject
 from ..worker import Emit
@@ -28,6 +30,7 @@ class FirstAnswer:
     """An entry point that keeps a copy of the first answer that it gives, as plain tensors."""
 
     def __init__(self, entry: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, entry)  # what it says of itself, e.g. its layout
         self._entry = entry
         self.answer: Answer | None = None
 
@@ -58,8 +61,8 @@ def check_answers(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
     """Compare answers with what is right: the task of a process without the subject.
 
     Args:
-        payload: ``subject``, ``device``, and ``answers``: each with ``name`` and ``problem`` of its case, ``file``, and
-            ``made``, see ``fresh_values.Made``.
+        payload: ``subject``, ``device``, and ``answers``: each with ``name`` and ``problem`` of its case, ``file``,
+            ``made``, see ``fresh_values.Made``, and, of several ranks, ``rank`` and ``layout``, see ``operator.Part``.
         emit: gets an event before each answer.
 
     Returns:
@@ -79,11 +82,14 @@ def check_answers(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
         if not path.is_file():
             wrong.setdefault(table["name"], "no answer was handed over")
             continue
-        expected = find_expected(operator, problem, inputs)
+        part, whose = None, ""
+        if isinstance(operator, Ranked) and "rank" in table:
+            part, whose = Part(operator, problem, table["layout"], table["rank"]), f"rank {table['rank']}: "
+        expected = find_expected(operator, problem, inputs, part)
         if path.stat().st_size == 0 and _size_of(expected) > LARGEST_BYTES:
             left_out.append(table["name"])
         elif fault := _fault(path, expected):
-            wrong.setdefault(table["name"], fault)
+            wrong.setdefault(table["name"], f"{whose}{fault}")
     return {"wrong": wrong, "left_out": left_out, "beside": beside}
 
 

@@ -14,8 +14,9 @@ from ...errors import ProofError
 from ..records import evidence
 from ..records.evidence import Rounds, Settings, TimeKind
 from ..subject.operator import Inputs, Operator
+from ..worker import agree, meet
 from . import arms as arms_module, schedule
-from .allowed_error import ExpectedOutputs, find_expected
+from .allowed_error import Whole
 from .arms import Arm, Loaded
 from .correctness import require_random
 from .fresh_values import FreshValues
@@ -112,13 +113,16 @@ def measure_case(
     samples = Samples()
     seeds = _Seeds(case, plan)
     input_sets: list[dict[str, torch.Tensor]] = []
+    reason = ""
     try:
         input_sets, write_seconds = _make_input_sets(case, seeds, timer)
         expected, slow = _find_expected(case, seeds, input_sets, timer)
     except Exception as error:  # noqa: BLE001 - one case of many fails, with its reason
         reason = f"the case cannot be set up: {arms_module.survive(error, 'of none', timer)}"
+    if reason := agree(reason, "set up"):
         arms = [Arm(each, each.name, each.role, "failed", reason) for each in loaded]
     else:
+        slow = max(meet(slow, "the truth took"))
         values = FreshValues(case.operator, case.problem, input_sets, timer.name)
         values.begin_round(seeds.next())
         arms = _prepare(case, loaded, plan, timer, input_sets, expected, values, seeds)
@@ -161,7 +165,7 @@ def _make_input_sets(case: Case, seeds: _Seeds, timer: Timer) -> tuple[list[dict
     first = make(0)
     values = FreshValues(case.operator, case.problem, [make(1)], timer.name)
     values.write([0])  # what is compiled or loaded for it is not counted
-    seconds = timer.wall_seconds([lambda: values.write([0])])
+    seconds = max(meet(timer.wall_seconds([lambda: values.write([0])]), "writing took"))
     count = schedule.input_set_count(_nbytes(first), timer.l2_bytes, seconds)
     input_sets = [first, *(make(index) for index in range(1, count))]
     require_random(case.operator, *input_sets[:2])
@@ -170,13 +174,13 @@ def _make_input_sets(case: Case, seeds: _Seeds, timer: Timer) -> tuple[list[dict
 
 def _find_expected(
     case: Case, seeds: _Seeds, input_sets: Sequence[Inputs], timer: Timer
-) -> tuple[dict[int, ExpectedOutputs], float]:
+) -> tuple[dict[int, Whole], float]:
     """Return the exact answers to two sets drawn at random, and the seconds that one takes."""
     places = random.Random(seeds.next()).sample(range(len(input_sets)), min(2, len(input_sets)))
-    found: dict[int, ExpectedOutputs] = {}
+    found: dict[int, Whole] = {}
 
     def find() -> None:
-        found.update({place: find_expected(case.operator, case.problem, input_sets[place]) for place in places})
+        found.update({place: Whole(case.operator, case.problem, input_sets[place]) for place in places})
 
     return found, timer.wall_seconds([find]) / len(places)
 
@@ -191,7 +195,7 @@ def _prepare(
     plan: Plan,
     timer: Timer,
     input_sets: Sequence[Inputs],
-    expected: Mapping[int, ExpectedOutputs],
+    expected: Mapping[int, Whole],
     values: FreshValues,
     seeds: _Seeds,
 ) -> list[Arm]:
@@ -203,7 +207,7 @@ def _prepare(
     subject = prepare(loaded[0])
     if subject.ready and plan.check_stream:
         wrong = arms_module.check_stream(subject, case.operator, case.problem, input_sets[0], timer, seed=seeds.next())
-        if wrong:
+        if wrong := agree(wrong, "streams"):
             subject.fail(wrong)
     if not subject.ready:
         return [subject, *(Arm(each, each.name, each.role, "not measured", _NO_SUBJECT) for each in loaded[1:])]
@@ -214,7 +218,7 @@ def _prepare(
         control.name, control.role = copied.name + arms_module.CONTROL_SUFFIX, "control"
         arms.append(control)
     arms_module.find_followers(values, [arm for arm in arms if arm.ready], timer)
-    if wrong := arms_module.check_parts(subject, values, timer, times=_PARTS):
+    if wrong := agree(arms_module.check_parts(subject, values, timer, times=_PARTS), "parts"):
         subject.fail(wrong)
     return arms
 
@@ -270,16 +274,18 @@ def _sample(
     """Take one sample; an arm that raises loses this kind of time, and the others go on."""
     if kind in arm.lost:
         return
+    seconds, fault = None, ""
     try:
         with arm.loaded.context():
             seconds = sampler.sample(kind, arm, number)
     except WrongAnswerError as error:
-        arm.lose([kind], str(error))
+        fault = str(error)
     except Exception as error:  # noqa: BLE001 - what an arm raises is a result
-        arm.lose([kind], f"round {number}: {arms_module.survive(error, arm.name, timer)}")
-    else:
-        if seconds is not None:
-            samples.seconds[kind][arm.name].append(seconds)
+        fault = f"round {number}: {arms_module.survive(error, arm.name, timer)}"
+    if fault := agree(fault, f"{arm.name} in round {number}, {kind} time"):
+        arm.lose([kind], fault)
+    elif seconds is not None:
+        samples.seconds[kind][arm.name].append(seconds)
 
 
 def _collect(sampler: ClockSampler | KernelSampler, arm: Arm, numbers: Sequence[int], samples: Samples) -> None:
@@ -294,7 +300,7 @@ def _collect(sampler: ClockSampler | KernelSampler, arm: Arm, numbers: Sequence[
 
 def _check_shared(arms: Sequence[Arm], samples: Samples, changes: Callable[[], str]) -> None:
     """Fail every arm where shared state of the process changed: all times may be affected."""
-    if not (found := changes()):
+    if not (found := agree(changes(), "what arms share")):
         return
     for arm in arms:
         if arm.ready:
@@ -310,8 +316,7 @@ def _check_again(arms: Sequence[Arm], samples: Samples, values: FreshValues, see
     values.write(range(sets))
     places = random.Random(seeds.next()).sample(range(sets), min(2, sets))
     for arm in arms:
-        wrong = arms_module.check_again(arm, values, places, timer) if arm.ready else ""
-        if wrong:
+        if arm.ready and (wrong := agree(arms_module.check_again(arm, values, places, timer), f"{arm.name} again")):
             arm.fail(wrong)
             samples.drop(arm.name)
 

@@ -15,10 +15,10 @@ from typing import Any
 from ...errors import CompileError, OperatorError, SubjectError, UnsupportedError
 from ..subject.failure_hints import explain_import
 from ..subject.loading import load_entry, operator_of
-from ..subject.operator import ours
+from ..subject.operator import ours, part_of
 from ..subject.subject import Subject, add_python_path, expand_sources, load_attribute
 from ..subject.user_operator import blaming
-from ..worker import Emit, describe_error
+from ..worker import Emit, describe_error, rank_here
 
 
 def import_subject(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:  # noqa: ARG001 - all tasks take it
@@ -177,7 +177,9 @@ def check_correct(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
         first = FirstAnswer(entry)
         checked = _check(subject, operator, first, problem, payload["device"], seed, passed)
         if checked["status"] == "passed" and first.answer is not None and "answers" in payload:
-            write_answer(first.answer, Path(payload["answers"], case["name"]))
+            write_answer(first.answer, Path(payload["answers"], f"{case['name']}.{rank_here()}"))
+            if (part := part_of(operator, problem, entry, rank_here())) is not None:
+                checked["layout"] = part.layout
         if checked["status"] == "passed" and (found := changes()):
             checked |= {"status": "failed", "reason": f"its calls change what all arms share: {found}"}
         cases.append({"name": case["name"], **checked})

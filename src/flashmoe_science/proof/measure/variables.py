@@ -6,7 +6,7 @@ import re
 
 _SETTING = re.compile(
     r"^(TRITON_|CUDA_|CUDNN_|CUBLAS|TORCH_|TORCHINDUCTOR_|PYTORCH_|NVIDIA_TF32_OVERRIDE$|FLASHMOE_|OMP_NUM_THREADS$|"
-    r"MKL_|KMP_|KINETO_|CUPTI_|LD_PRELOAD$|MALLOC_)"
+    r"MKL_|KMP_|KINETO_|CUPTI_|NCCL_|GLOO_|LD_PRELOAD$|MALLOC_)"
 )
 _NO_SETTING = ("FLASHMOE_COMMIT", "FLASHMOE_SSH", "FLASHMOE_STORE")
 # Importing a library sets these: scikit-learn, which transformers imports, the first two, and vLLM the others. They say

@@ -188,7 +188,18 @@ class Arm(Model):
     host_files: dict[str, Hash] = Field(default_factory=dict)
     accuracy: Accuracy | None = None
     peak_bytes: int | None = None  # allocated by one call, beyond its inputs
+    rank_launches: list[list[Launch]] = Field(default_factory=list)  # of ranks 1, 2, ...; ``launches`` are of rank 0
     rates: dict[TimeKind, Rates] = Field(default_factory=dict)
+
+
+class RankRounds(Model):
+    """What one of several ranks saw in the rounds of a case: its sensors, and its own seconds."""
+
+    sm_clock_mhz: list[int | None]
+    power_w: list[float | None]
+    temperature_c: list[int | None]
+    throttle: list[str | None]
+    seconds: dict[TimeKind, dict[str, list[float]]]
 
 
 class Rounds(Model):
@@ -203,17 +214,29 @@ class Rounds(Model):
     seconds: dict[TimeKind, dict[str, list[float]]]  # kind -> arm -> seconds of one call
     # which run took it: 0 is the record's own, n the n-th of its ``resumed``; empty: all are its own
     session: list[int] = Field(default_factory=list)
+    # Of several ranks, each. Then ``seconds`` are those of the slowest, and the sensors above those of the worst card.
+    ranks: list[RankRounds] = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _columns_are_equally_long(self) -> Rounds:
-        columns: dict[str, Sized] = {"order": self.order, "sm_clock_mhz": self.sm_clock_mhz, "power_w": self.power_w}
-        columns |= {"temperature_c": self.temperature_c, "throttle": self.throttle}
-        columns |= {f"seconds.{kind}.{arm}": s for kind, arms in self.seconds.items() for arm, s in arms.items()}
+        columns: dict[str, Sized] = {"order": self.order}
+        seen: list[tuple[str, Rounds | RankRounds]] = [("", self)]
+        seen += [(f"ranks.{rank}.", each) for rank, each in enumerate(self.ranks)]
+        for place, each in seen:
+            sensors: dict[str, Sized] = {"sm_clock_mhz": each.sm_clock_mhz, "power_w": each.power_w}
+            sensors |= {"temperature_c": each.temperature_c, "throttle": each.throttle}
+            sensors |= {f"seconds.{kind}.{arm}": s for kind, arms in each.seconds.items() for arm, s in arms.items()}
+            columns |= {f"{place}{name}": column for name, column in sensors.items()}
         columns |= {"session": self.session} if self.session else {}
         for name, column in columns.items():
             if len(column) != len(self.process):
                 raise ValueError(f"column {name} has {len(column)} entries, expected {len(self.process)}")
         return self
+
+    def skew(self, kind: TimeKind, arm: str) -> list[float]:
+        """Return the seconds of the slowest rank less those of the fastest, round by round; of one rank nothing."""
+        columns = [each.seconds[kind][arm] for each in self.ranks if arm in each.seconds.get(kind, {})]
+        return [max(row) - min(row) for row in zip(*columns, strict=True)]
 
 
 class Work(Model):
@@ -281,6 +304,17 @@ class Gpu(Model):
     power_limit_w: float | None = None
 
 
+class RankGroup(Model):
+    """The ranks of one host that made each call together."""
+
+    count: int
+    backend: Literal["nccl", "gloo"]
+    link: str  # the weakest kind between two of their cards: NVLink, PCIe with or without peer access; or one CPU
+    links: int = 0  # NVLinks of a card that are up
+    gpus: list[Gpu] = Field(default_factory=list)  # by rank
+    nccl: str = ""  # version; its variables are among the environment's settings
+
+
 class Environment(Model):
     """Where a run took place."""
 
@@ -294,6 +328,15 @@ class Environment(Model):
     commit: str | None  # of the harness's tree, which holds our own subjects too
     dirty: bool | None  # uncommitted changes in it
     settings: dict[str, str] = Field(default_factory=dict)  # environment variables and flags that change results
+    ranks: RankGroup | None = None  # None: one process made each call
+
+    @property
+    def place(self) -> str:
+        """The GPU, or the GPUs of all ranks and what links them; empty: there is none."""
+        name = self.gpu.name if self.gpu else ""
+        if self.ranks is None:
+            return name
+        return f"{self.ranks.count} x {name} over {self.ranks.link}" if name else f"{self.ranks.count} ranks of a CPU"
 
 
 class TreeState(Model):
@@ -413,13 +456,18 @@ def _with_launches(case: Any, table: Sequence[Launch]) -> Any:
         return case  # validation names what is wrong
     arms = []
     for arm in case["arms"]:
-        indices = arm.get("launches", []) if isinstance(arm, dict) else None
-        if not isinstance(indices, list) or not all(type(index) is int for index in indices):
+        if not isinstance(arm, dict):
             arms.append(arm)
             continue
-        if wrong := [index for index in indices if not 0 <= index < len(table)]:
+        found = {"launches": arm.get("launches", []), "rank_launches": arm.get("rank_launches", [])}
+        lists = [found["launches"], *(found["rank_launches"] if isinstance(found["rank_launches"], list) else [None])]
+        if not all(isinstance(each, list) and all(type(index) is int for index in each) for each in lists):
+            arms.append(arm)
+            continue
+        if wrong := [index for each in lists for index in each if not 0 <= index < len(table)]:
             raise ValueError(f"case {case.get('name')}: launch {wrong[0]} of {len(table)} does not exist")
-        arms.append({**arm, "launches": [table[index] for index in indices]})
+        launches, *others = ([table[index] for index in each] for each in lists)
+        arms.append({**arm, "launches": launches, "rank_launches": others})
     return {**case, "arms": arms}
 
 
@@ -428,18 +476,30 @@ def record_text(record: Record) -> str:
     document = json.loads(record.model_dump_json())
     table: list[dict[str, Any]] = []
     index_of: dict[str, int] = {}
+
+    def indices(launches: list[dict[str, Any]]) -> list[int]:
+        for launch in launches:
+            if (key := json.dumps(launch)) not in index_of:
+                index_of[key] = len(table)
+                table.append(launch)
+        return [index_of[json.dumps(launch)] for launch in launches]
+
     for case in document["cases"]:
         for arm in case["arms"]:
-            indices = []
-            for launch in arm["launches"]:
-                key = json.dumps(launch)
-                if key not in index_of:
-                    index_of[key] = len(table)
-                    table.append(launch)
-                indices.append(index_of[key])
-            arm["launches"] = indices
+            arm["launches"] = indices(arm["launches"])
+            arm["rank_launches"] = [indices(launches) for launches in arm["rank_launches"]]
+            _leave_out_if_empty(arm, "rank_launches")
+        for rounds in case["rounds"]:
+            _leave_out_if_empty(rounds, "ranks")
+    _leave_out_if_empty(document["environment"], "ranks")
     document["launches"] = table
     return json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
+
+
+def _leave_out_if_empty(table: dict[str, Any], key: str) -> None:
+    """Keep a record of one rank as it was before there were several."""
+    if not table[key]:
+        del table[key]
 
 
 def record_path(folder: Path, run_id: str) -> Path:

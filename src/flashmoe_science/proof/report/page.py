@@ -154,7 +154,7 @@ def _run_part(judged: Judged, kind: TimeKind | None, anchor: str) -> RunPart:
     return RunPart(
         record=record,
         anchor=anchor,
-        title=f"{record.subject.name} on {gpu.name if gpu else 'a machine with no GPU'}",
+        title=f"{record.subject.name} on {record.environment.place or 'a machine with no GPU'}",
         facts=f"Suite {record.suite}{against}, {record.created_at.astimezone(timezone.utc):%Y-%m-%d %H:%M} UTC",
         headline=_headline(record, verdicts),
         notes=list(dict.fromkeys(note.partition(": ")[0] for verdict in verdicts for note in verdict.notes)),

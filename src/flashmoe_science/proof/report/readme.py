@@ -411,7 +411,7 @@ def _where(record: Record) -> str:
 
 
 def _card(record: Record) -> str:
-    return record.environment.gpu.name if record.environment.gpu else "no GPU"
+    return record.environment.place or "no GPU"
 
 
 def _run_link(run: str, path: str, up: str | None, *, whole: bool = False) -> str:

@@ -5,7 +5,8 @@ Everything is ASCII, but for the lines of a table, and says the same without col
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from statistics import median
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -35,7 +36,7 @@ from ..judge.rows import (
     unmeasured,
 )
 from ..judge.run_verdicts import last_word
-from ..records.evidence import Arm, CaseRecord, Gate, GateStatus, Record, TimeKind
+from ..records.evidence import Arm, CaseRecord, Gate, GateStatus, Record, Rounds, TimeKind
 from ..records.store import RunSummary
 from ..text import counted
 
@@ -109,11 +110,11 @@ def record_checks(path: str, checks: Iterable[ConsistencyCheck]) -> RenderableTy
 
 def head_lines(record: Record) -> RenderableType:
     """Return what was on trial, where and how."""
-    subject, here, gpu = record.subject, record.environment, record.environment.gpu
+    subject, here = record.subject, record.environment
     against = f", against {', '.join(record.baselines)}" if record.baselines else ""
     driver = [f"driver {here.driver}"] if here.driver else []
     versions = [f"{name} {version}" for name, version in here.versions.items() if name in ("torch", "triton")]
-    machine = [gpu.name if gpu else "no GPU", *driver, here.platform, f"Python {here.python}", *versions]
+    machine = [here.place or "no GPU", *driver, here.platform, f"Python {here.python}", *versions]
     lines: list[tuple[str, str | Text]] = [
         ("run", Text(record.id, "bold")),
         ("command", record.command),
@@ -225,7 +226,18 @@ def conditions(record: Record) -> list[str]:
         total = sum(len(r.throttle) for r in rounds)
         reasons = ", ".join(sorted(set(throttled)))
         lines.append(f"throttled in {len(throttled)} of {total} rounds: {reasons}")
+    shares = [skew / slowest for r in rounds for skew, slowest in _skews(r, record.subject.name)]
+    if shares:
+        what = "a time is that of the slowest rank; the fastest took"
+        lines.append(f"{what} {median(shares):.1%} less of it, at most {max(shares):.1%}")
     return lines
+
+
+def _skews(rounds: Rounds, arm: str) -> Iterator[tuple[float, float]]:
+    """Yield how much longer the slowest rank took than the fastest, and its seconds."""
+    for kind, columns in rounds.seconds.items():
+        if arm in columns:
+            yield from zip(rounds.skew(kind, arm), columns[arm], strict=False)
 
 
 def _accuracy_table(record: Record) -> RenderableType:
@@ -261,12 +273,14 @@ def launch_table(record: Record) -> RenderableType:
         if launched:
             table.add_row(Text(case.name, "bold"))
         for arm in launched:
-            for number, launch in enumerate(arm.launches):
-                times = f"{launch.count} x " if launch.count != 1 else ""
-                name = f"{times}{shortened_kernel(launch.name)}"
-                grid, block = (",".join(map(str, size)) for size in (launch.grid, launch.block))
-                memory = format_bytes(launch.shared_memory_bytes)
-                table.add_row("" if number else f"  {arm.name}", name, grid, block, str(launch.registers), memory)
+            for rank, launches in enumerate([arm.launches, *arm.rank_launches]):
+                shown = f"  {arm.name}, rank {rank}" if arm.rank_launches else f"  {arm.name}"
+                for number, launch in enumerate(launches):
+                    times = f"{launch.count} x " if launch.count != 1 else ""
+                    name = f"{times}{shortened_kernel(launch.name)}"
+                    grid, block = (",".join(map(str, size)) for size in (launch.grid, launch.block))
+                    memory = format_bytes(launch.shared_memory_bytes)
+                    table.add_row("" if number else shown, name, grid, block, str(launch.registers), memory)
     return table
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast, runtime_checkable
 
 from ...gpu.planning import Axis, PlannedKernel, Work
@@ -189,8 +190,53 @@ class Refreshing(Protocol):
         """Write new values into ``inputs``, in place and on their device.
 
         They decide every element of the answer, and each may stay as it was where others are new: none is worked out
-        of another.
+        of another. Those that are copies of others are written by ``update_copies(problem, inputs)``, where there is
+        such a method.
         """
+
+
+@runtime_checkable
+class Ranked(Protocol):
+    """What an operator offers whose calls are made by several ranks together, each on a part of one problem.
+
+    All ranks make the inputs of the whole problem, of one seed. ``bind`` takes the part of this rank: the rank is that
+    of the process group of torch. ``exact`` and ``low_precision`` are of the whole problem, and ``work`` of one rank.
+    """
+
+    def ranks(self, problem: Any) -> int:
+        """Return how many ranks make a call."""
+
+    def layout(self, entry: Callable[..., Any]) -> str:
+        """Return by which of the operator's layouts an entry point splits answers over ranks."""
+
+    def shard(self, problem: Any, layout: str, rank: int, output: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the part of a rank of a whole output, or of what is allowed in its elements or rows."""
+
+
+def ranks_of(operator: Operator, problem: Any) -> int:
+    """Return how many ranks make a call."""
+    return operator.ranks(problem) if isinstance(operator, Ranked) else 1
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of a whole answer that one rank gives."""
+
+    operator: Ranked = field(compare=False)
+    problem: Any
+    layout: str
+    rank: int
+
+    def of(self, output: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return that part of an output."""
+        return self.operator.shard(self.problem, self.layout, self.rank, output, tensor)
+
+
+def part_of(operator: Operator, problem: Any, entry: Callable[..., Any] | None, rank: int) -> Part | None:
+    """Return the part of a rank; None: a call gives the whole answer."""
+    if entry is None or not isinstance(operator, Ranked) or operator.ranks(problem) == 1:
+        return None
+    return Part(operator, problem, operator.layout(entry), rank)
 
 
 @runtime_checkable

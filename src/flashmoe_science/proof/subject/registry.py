@@ -32,6 +32,8 @@ BUILTIN_OPERATORS = {
         "varlen_backward_triton",
         "varlen_backward_gluon_sm90",
     ),
+    "context_parallel": ("context_parallel", "context_parallel_gather"),
+    "expert_parallel": ("expert_parallel",),
     "moe": ("fused_moe", "gemv_triton", "few_triton", "grouped_triton", "grouped_gluon_sm90"),
     "moe_backward": ("fused_moe_backward", "moe_backward_triton", "moe_backward_gluon_sm90"),
 }

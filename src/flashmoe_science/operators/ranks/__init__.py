@@ -1,0 +1,1 @@
+"""Operators whose calls are made by several ranks together."""

@@ -1,0 +1,236 @@
+"""Attention whose tokens are split over ranks, for the harness: one sequence, or packed documents.
+
+All ranks make the whole q, k, v and do, ``[T, heads, D]``, and a call takes this rank's tokens. It gives o, and dq, dk
+and dv where gradients are asked for. The truth is that of the whole problem, of which a rank's answer is a part.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from ...attention import reference
+from ...distributed import ContextParallel
+from ...distributed.layout import Layout, plan_packed, zigzag_layout
+from ...errors import InputError
+from ...gpu.planning import Work
+from ...gpu.specs import GpuSpec
+from ..attention import OPERATOR as FIXED, AttentionOperator
+from ..attention_step import OPERATOR as STEP
+from ..attention_varlen import OPERATOR as FORWARD
+from ..attention_varlen_backward import OPERATOR as BACKWARD
+from ..base import DTYPES, standard_normal
+from ..baselines.base import Inputs
+from ..baselines.context_parallel import BASELINES, CHUNKS
+from ..error_scale import Scale
+from .over_ranks import OperatorOverRanks, Pass, RankedProblem, mesh_of, narrowed, rank_here, with_gradients
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ...gpu.identity import PlannedSource
+
+_TENSORS = ("q", "k", "v", "do")
+_SCORES_AT_ONCE = 1 << 28  # of a K/V head's queries, in the framework's eager run
+_CHUNKS = 8  # chunks of a rank of packed documents, as ``ContextParallel.plan`` has them by "gather"
+
+
+def _attention(strategy: str) -> Callable[..., Any]:
+    """Return an entry point by one strategy of ours."""
+
+    @functools.lru_cache(maxsize=4)
+    def context(mesh: DeviceMesh) -> ContextParallel:
+        return ContextParallel(mesh, strategy=strategy)
+
+    @functools.lru_cache(maxsize=64)
+    def plan(mesh: DeviceMesh, lengths: tuple[int, ...]) -> Any:
+        return context(mesh).plan(lengths)
+
+    def entry(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        do: torch.Tensor | None,
+        *,
+        mesh: DeviceMesh,
+        lengths: tuple[int, ...],
+        causal: bool,
+    ) -> Any:
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            if len(lengths) > 1:
+                o: torch.Tensor = context(mesh).attention_packed(q, k, v, plan(mesh, lengths), causal=causal)
+                return o
+            o = context(mesh).attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), causal=causal)
+            return o[0].transpose(0, 1)
+
+        return with_gradients(attend, (q, k, v), do)
+
+    return entry
+
+
+context_parallel = _attention("heads")
+context_parallel_gather: Any = _attention("gather")
+context_parallel_gather.layout = "chunks"
+
+
+def layout_of(problem: RankedProblem) -> Layout:
+    """Return which tokens a rank has by layout "chunks": one from the front and one from the back, or eight."""
+    lengths, ranks = problem.whole.lengths, problem.ranks
+    if len(lengths) == 1:
+        return zigzag_layout(lengths[0], ranks)
+    return plan_packed(lengths, ranks, _CHUNKS).layout
+
+
+class ContextParallelOperator(OperatorOverRanks):
+    """Attention over ranks, for the harness."""
+
+    name = "context_parallel"
+    keys = {
+        "ranks": int, "lengths": list, "heads": int, "heads_kv": int, "head_dim": int, "dtype": str, "causal": bool,
+        "gradients": bool,
+    }  # fmt: skip
+    required = ("ranks", "lengths", "heads", "head_dim", "dtype")
+    same_as = {"heads_kv": "heads"}
+    omitted = {"gradients": True}
+    kernels = {"context_parallel": "auto", "context_parallel_gather": "auto"}
+    rooms = ("attention", "distributed")
+    framework = AttentionOperator.framework
+    known_baselines = BASELINES
+    fresh: ClassVar[tuple[str, ...]] = (*_TENSORS, *(f"{name}{CHUNKS}" for name in _TENSORS))
+
+    def make_problem(self, table: dict[str, Any]) -> RankedProblem:
+        """Return the problem of a case."""
+        ranks, gradients = self.check_ranks(table, {"heads_kv": table["heads_kv"]})
+        if sum(table["lengths"]) % (_CHUNKS * ranks):
+            raise InputError(f"lengths must sum up to a multiple of {_CHUNKS * ranks}, got {sum(table['lengths'])}")
+        whole = {**table, "lengths_k": table["lengths"], "head_dim_v": table["head_dim"]}
+        return RankedProblem(BACKWARD.make_problem(whole), ranks, gradients)
+
+    def values(self, problem: RankedProblem) -> dict[str, Any]:
+        """Return the value of each key."""
+        own = {"ranks": problem.ranks, "gradients": problem.gradients, "lengths": problem.whole.lengths}
+        return {key: own[key] if key in own else getattr(problem.whole.planned, key) for key in self.keys}
+
+    def describe(self, problem: RankedProblem) -> str:
+        """Return a short name, e.g. ``w2_s16384_h32_8_d128_bf16_causal``."""
+        p, lengths = problem.whole.planned, problem.whole.lengths
+        tokens = f"s{lengths[0]}" if len(lengths) == 1 else f"packed{len(lengths)}_t{sum(lengths)}"
+        words = [f"w{problem.ranks}", tokens, f"h{p.heads}_{p.heads_kv}", f"d{p.head_dim}", p.dtype]
+        return "_".join([*words, *["causal"] * p.causal, *["forward"] * (not problem.gradients)])
+
+    def outputs(self, problem: RankedProblem) -> Sequence[str]:
+        """Return the names of what a call gives."""
+        return ("o", "dq", "dk", "dv") if problem.gradients else ("o",)
+
+    def work(self, problem: RankedProblem) -> Work:
+        """Return the work of one rank."""
+        forward = self.part_of(FORWARD, problem)
+        if not problem.gradients:
+            return forward
+        backward = self.part_of(BACKWARD, problem)
+        return Work(forward.flops + backward.flops, backward.bytes, forward.tokens)
+
+    def make_inputs(self, problem: RankedProblem, *, seed: int, device: str) -> dict[str, torch.Tensor]:
+        """Return whole q, k, v and do, where documents start, and this rank's tokens by layout "chunks"."""
+        p, lengths = problem.whole.planned, problem.whole.lengths
+        heads = {"q": p.heads, "k": p.heads_kv, "v": p.heads_kv, "do": p.heads}
+        shapes = {name: (sum(lengths), count, p.head_dim) for name, count in heads.items()}
+        inputs = standard_normal(shapes, DTYPES[p.dtype], torch.Generator(device=device).manual_seed(seed))
+        chunks = {
+            f"{name}{CHUNKS}": self.shard(problem, "chunks", rank_here(), name, inputs[name]) for name in _TENSORS
+        }
+        starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+        return {**inputs, **chunks, "cu_seqlens_q": starts, "cu_seqlens_k": starts.clone()}
+
+    def refresh(self, problem: RankedProblem, inputs: Inputs, *, seed: int) -> None:
+        """Write new values into q, k, v and do."""
+        super().refresh(problem, {name: inputs[name] for name in _TENSORS}, seed=seed)
+        self.update_copies(problem, inputs)
+
+    def update_copies(self, problem: RankedProblem, inputs: Inputs) -> None:
+        """Write this rank's tokens by layout "chunks" once more, after those of the whole problem have changed."""
+        for name in _TENSORS:
+            inputs[f"{name}{CHUNKS}"].copy_(self.shard(problem, "chunks", rank_here(), name, inputs[name]))
+
+    def bind(self, entry: Callable[..., Any], problem: RankedProblem, inputs: Inputs) -> Callable[[], Any]:
+        """Return a call on this rank's tokens, in the layout of the entry point."""
+        if hasattr(entry, "bind_inputs"):
+            return super().bind(entry, problem, inputs)
+        if self.layout(entry) == "chunks":
+            tensors = [inputs[f"{name}{CHUNKS}"] for name in _TENSORS]
+        else:
+            tensors = narrowed(inputs, _TENSORS, problem.ranks)
+        do = tensors.pop() if problem.gradients else None
+        options = {"lengths": problem.whole.lengths, "causal": problem.whole.planned.causal}
+        mesh = functools.partial(mesh_of, problem.ranks, tensors[0].device.type)
+        return lambda: entry(*tensors[:3], do, mesh=mesh(), **options)
+
+    def shard(self, problem: RankedProblem, layout: str, rank: int, output: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tokens of a rank."""
+        del output
+        if layout == "straight":
+            length = tensor.shape[0] // problem.ranks
+            return tensor.narrow(0, rank * length, length)
+        return torch.cat([tensor[start:end] for start, end in layout_of(problem).spans(rank)])
+
+    def exact(self, problem: RankedProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
+        """Return the whole answer in fp64."""
+        o = FORWARD.exact(problem.whole, _plain(inputs, gradients=False))
+        return (o, *BACKWARD.exact(problem.whole, _plain(inputs))) if problem.gradients else (o,)
+
+    def low_precision(self, problem: RankedProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
+        """Return the framework's whole answer in the problem's dtype, some rows of a head at once: all may not fit."""
+        p, sums = problem.whole.planned, {}
+        for name in _TENSORS:  # o has the shape of its gradient
+            sums[name] = torch.zeros(inputs[name].shape, dtype=torch.float32, device=inputs[name].device)
+        ends = list(itertools.accumulate(problem.whole.lengths))
+        for begin, end in zip([0, *ends], ends, strict=False):
+            rows = max(1, _SCORES_AT_ONCE // (p.group * (end - begin)))
+            for first, head in itertools.product(range(begin, end, rows), range(p.heads_kv)):
+                queries, mine = slice(first, min(first + rows, end)), slice(head * p.group, (head + 1) * p.group)
+                keys = slice(begin, queries.stop if p.causal else end)
+                places = {"q": (queries, mine), "k": (keys, slice(head, head + 1)), "v": (keys, slice(head, head + 1))}
+                leaves = [inputs[name][place].transpose(0, 1)[None] for name, place in places.items()]
+                do = inputs["do"][queries, mine].transpose(0, 1)[None] if problem.gradients else None
+                attend = functools.partial(reference.attention_low_precision, causal=p.causal)
+                o, *gradients = with_gradients(attend, leaves, do)
+                sums["do"][queries, mine] = o[0].transpose(0, 1).float()
+                for (name, place), gradient in zip(places.items(), gradients, strict=False):
+                    sums[name][place] += gradient[0].transpose(0, 1)
+        order = ("do", "q", "k", "v") if problem.gradients else ("do",)
+        return tuple(sums[name].to(inputs[name].dtype) for name in order)
+
+    def error_scale(self, problem: RankedProblem, inputs: Inputs) -> tuple[Scale, ...]:
+        """Return what is allowed in each element of the whole answer."""
+        o = FORWARD.error_scale(problem.whole, _plain(inputs, gradients=False))
+        return (*o, *BACKWARD.error_scale(problem.whole, _plain(inputs))) if problem.gradients else o
+
+    def launches(self, subject: str, problem: RankedProblem, gpu: GpuSpec) -> Sequence[PlannedSource]:
+        """Return those of a rank by "heads". By "gather" it makes a call for each chunk: nothing is told."""
+        return super().launches(subject, problem, gpu) if subject == "context_parallel" else ()
+
+    def passes(self, subject: str, problem: RankedProblem) -> Sequence[Pass]:  # noqa: ARG002 - kernels are the same
+        """Return what a rank runs by "heads": all tokens of some heads."""
+        p, lengths = problem.whole.planned, list(problem.whole.lengths)
+        heads = {"heads": p.heads // problem.ranks, "heads_kv": p.heads_kv // problem.ranks}
+        table = {**heads, "head_dim": p.head_dim, "dtype": p.dtype, "causal": p.causal}
+        if len(lengths) == 1:
+            base, name = (STEP, "attention_step") if problem.gradients else (FIXED, "flash_attention")
+            return [(base, name, base.parse_case({**table, "batch": 1, "seqlen_q": lengths[0]}))]
+        packed = {**table, "lengths": lengths}
+        forward = FORWARD, "flash_attention_varlen", FORWARD.parse_case(packed)
+        backward = BACKWARD, "flash_attention_varlen_backward", BACKWARD.parse_case(packed)
+        return [forward, backward] if problem.gradients else [forward]
+
+
+def _plain(inputs: Inputs, *, gradients: bool = True) -> dict[str, torch.Tensor]:
+    """Return the inputs of the whole problem."""
+    names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", *["do"] * gradients)
+    return {name: inputs[name] for name in names}
+
+
+OPERATOR = ContextParallelOperator()
