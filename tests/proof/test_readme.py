@@ -10,9 +10,13 @@ from pathlib import Path
 import pytest
 
 from flashmoe_science.errors import ProofError
-from flashmoe_science.proof.judge.judge import judge
+from flashmoe_science.proof.judge.judge import check_control, judge
+from flashmoe_science.proof.judge.rows import KINDS, arm_rows, format_ratio
 from flashmoe_science.proof.judge.verify import verify_claim
 from flashmoe_science.proof.records.evidence import write_record
+from flashmoe_science.proof.report.html import render_html
+from flashmoe_science.proof.report.markdown import render_markdown
+from flashmoe_science.proof.report.page import Judged, build_page
 from flashmoe_science.proof.report.readme import (
     BEGIN,
     END,
@@ -138,6 +142,35 @@ def test_a_run_of_graphs_and_one_that_is_never_slower_have_no_row_among_slower_c
     for record, metric in ((slow, "graph"), (fast, "kernel")):
         text = section(record, {"metric": metric}, render=slower_section)
         assert text == "No case is slower than a baseline.\n"
+
+
+def test_each_interval_of_a_page_is_that_of_one_baseline():
+    """Both are as fast, and one spreads: the lower end of it and the upper end of the other make no interval."""
+    record = build_record(speedups=[2.5], baselines={"steady": 1.0, "spread": 1.0})
+    rounds = []
+    for old in record.cases[0].rounds:
+        spread = {kind: list(arms["spread"]) for kind, arms in old.seconds.items()}
+        moved = {kind: [s * (0.8 if i % 3 else 1.6) for i, s in enumerate(column)] for kind, column in spread.items()}
+        seconds = {kind: {**arms, "spread": moved[kind]} for kind, arms in old.seconds.items()}
+        rounds.append(old.model_copy(update={"seconds": seconds}))
+    record = record.model_copy(update={"cases": [record.cases[0].model_copy(update={"rounds": rounds})]})
+    names = ["steady", "spread"]
+    alone = [
+        judged(record, baseline=[name], scope=scope) for name in names for scope in ("each case", "geometric mean")
+    ]
+    known = {format_ratio(case.interval) for one in alone for case in one.cases}
+    known |= {format_ratio(one.geometric_mean) for one in alone}
+    known |= {format_ratio(row.ratio) for kind in KINDS for row in arm_rows(record, kind)}
+    both = [judged(record, id=f"c{n}", baseline=names, factor=f) for n, f in enumerate((0.5, 1.0, 2.0, 2.5, 3.5))]
+    sections = [
+        render(both, {f"evidence/{record.id}.json": record})
+        for render in (claim_section, case_section, summary_section, slower_section)
+    ]
+    page = build_page([Judged(record, both)])
+    for text in [*sections, render_html(page), render_markdown(page)]:
+        found = set(re.findall(r"\d+\.\d+x \[\d+\.\d+, \d+\.\d+\]", text.replace("\\", "")))
+        assert found or text.startswith("No case is slower")
+        assert found <= known | {format_ratio(ratio) for ratio in check_control(record, "graph").ratios.values()}
 
 
 def test_the_tables_of_cases_have_headings_with_run_and_verdicts():

@@ -7,13 +7,18 @@ import io
 from rich.console import Console
 
 from flashmoe_science.proof.judge.judge import judge
+from flashmoe_science.proof.judge.limits import not_seen
 from flashmoe_science.proof.records.evidence import Gate, GateStatus
+from flashmoe_science.proof.report.html import render_html
+from flashmoe_science.proof.report.markdown import render_markdown
+from flashmoe_science.proof.report.page import Judged, build_page
 from flashmoe_science.proof.report.terminal import (
     case_table,
     gate_lines,
     unmeasured_lines,
     verdict_lines,
 )
+from flashmoe_science.proof.text import as_sentence
 
 from .builders import build_record, with_arm, with_case
 from .claim_builders import SENTENCE, build_claim
@@ -35,6 +40,20 @@ def test_the_case_table_has_a_row_for_every_case_and_arm():
     ]
     assert "0.120x [0.119, 0.121]" in lines[4]
     assert "2.30x [2.27, 2.32]" in lines[9]
+
+
+def test_each_view_of_times_says_what_they_cannot_show():
+    said = (
+        "not seen: a slow mode of one process in ten, in 73% of runs with 3 processes; "
+        "what a subject changes and undoes within a call"
+    )
+    record = build_record()
+    assert said in " ".join(render(case_table(record)).split())
+    page = build_page([Judged(record, [judge(build_claim(), record)])])
+    assert as_sentence(said) in render_html(page)
+    assert as_sentence(said) in render_markdown(page)
+    assert "59% of runs with 5 processes" in not_seen(build_record(processes=5))
+    assert not_seen(build_record(gpu=None)) == ""
 
 
 def test_an_arm_without_times_says_why_and_where():

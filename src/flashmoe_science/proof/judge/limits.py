@@ -40,12 +40,28 @@ def fewest_processes(claim: Claim, record: Record) -> int:
     return min(counts, default=0)
 
 
+def not_seen(record: Record) -> str:
+    """Return in one line what no interval of a run allows for; empty where nothing was timed."""
+    processes = min((len(set(rounds.process)) for case in record.cases for rounds in case.rounds), default=0)
+    if not processes:
+        return ""
+    return (
+        f"not seen: a slow mode of one process in ten, in {_unseen(processes):.0%} of runs with "
+        f"{counted(processes, 'process')}; what a subject changes and undoes within a call"
+    )
+
+
+def _unseen(processes: int) -> float:
+    """Return how often so many processes have none in a rare mode."""
+    return (1 - RARE) ** processes
+
+
 def _modes(claim: Claim, record: Record) -> list[str]:
     processes = fewest_processes(claim, record)
     if not processes:
         return []
-    unseen = (1 - RARE) ** processes
-    return [f"{counted(processes, 'process')} miss a slow mode of one process in ten in {unseen:.0%} of runs"]
+    missed = f"{_unseen(processes):.0%} of runs"
+    return [f"{counted(processes, 'process')} miss a slow mode of one process in ten in {missed}"]
 
 
 def runs_begun(record: Record, records: Mapping[str, Record], lines: _Lines = ()) -> str:

@@ -18,6 +18,7 @@ from rich.text import Text
 from ..compare.compare import CaseComparison, Comparison, Effect
 from ..compare.history import History
 from ..judge.judge import Verdict, VerdictStatus, holds
+from ..judge.limits import not_seen
 from ..judge.rows import (
     ArmRow,
     accuracy_rows,
@@ -215,7 +216,7 @@ def _ratio_style(row: ArmRow) -> str:
 
 
 def conditions(record: Record) -> list[str]:
-    """Return under which conditions the card worked, as far as they were recorded."""
+    """Return under which conditions the card worked, as far as they were recorded, and what times cannot show."""
     rounds = [rounds for case in record.cases for rounds in case.rounds]
     lines = []
     clocks = [clock for r in rounds for clock in r.sm_clock_mhz if clock is not None]
@@ -230,7 +231,7 @@ def conditions(record: Record) -> list[str]:
     if shares:
         what = "a time is that of the slowest rank; the fastest took"
         lines.append(f"{what} {median(shares):.1%} less of it, at most {max(shares):.1%}")
-    return lines
+    return [*lines, *filter(None, [not_seen(record)])]
 
 
 def _skews(rounds: Rounds, arm: str) -> Iterator[tuple[float, float]]:
