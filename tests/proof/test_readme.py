@@ -11,9 +11,10 @@ import pytest
 
 from flashmoe_science.errors import ProofError
 from flashmoe_science.proof.judge.judge import check_control, judge
+from flashmoe_science.proof.judge.limits import refusal_today, rule_of
 from flashmoe_science.proof.judge.rows import KINDS, arm_rows, format_ratio
 from flashmoe_science.proof.judge.verify import verify_claim
-from flashmoe_science.proof.records.evidence import write_record
+from flashmoe_science.proof.records.evidence import Accuracy, write_record
 from flashmoe_science.proof.report.html import render_html
 from flashmoe_science.proof.report.markdown import render_markdown
 from flashmoe_science.proof.report.page import Judged, build_page
@@ -27,6 +28,7 @@ from flashmoe_science.proof.report.readme import (
     find_sections,
     judge_repository,
     render_readme,
+    rule_section,
     slower_section,
     summary_section,
 )
@@ -83,10 +85,38 @@ def test_the_pages_of_speeds_have_every_claim_and_link_nothing_outside_of_the_si
     assert links == {"speeds-cases.md", "explanation/measuring.md"}
 
 
-def test_of_the_pages_of_this_repository_the_readme_alone_has_a_rendered_table():
-    assert default_pages(ROOT) == [ROOT / "README.md"]
-    readme = ROOT / "README.md"
-    assert [one.kind for one in find_sections(readme, readme.read_text(encoding="utf-8"))] == ["slower"]
+def test_of_the_pages_of_this_repository_two_have_a_rendered_table():
+    pages = {ROOT / "README.md": ["slower"], ROOT / "docs" / "reference" / "claims.md": ["rules"]}
+    assert default_pages(ROOT) == list(pages)
+    for page, kinds in pages.items():
+        assert [one.kind for one in find_sections(page, page.read_text(encoding="utf-8"))] == kinds
+
+
+def test_the_table_of_rules_counts_claims_that_could_be_made_today_and_those_that_could_not():
+    records = {f"evidence/{n}.json": build_record(speedups=[2.3, 3.0], processes=n) for n in (3, 5)}
+    found = []
+    for record in records.values():
+        for factor in (1.5, 9.0):
+            claim = build_claim(factor=factor)
+            verdict = judge(claim, record)
+            refused = refusal_today(claim, record, verdict.status)
+            found.append(verdict.model_copy(update={"rule": rule_of(claim, record), "refused_today": refused}))
+    lines = rule_section([*found, found[2]], records).splitlines()
+    said = [line.split(" | ") for line in lines[2:]]
+    assert [(cells[0].strip("| "), cells[2].rstrip(" |")) for cells in said] == [
+        ("2", "accepted"),
+        ("1", "refused: 5 processes are asked for"),
+        ("1", "refused: it is refuted"),
+        ("1", "refused: it is refuted"),
+    ]
+    new = records["evidence/5.json"]
+    assert rule_of(build_claim(), new).endswith("one bound for all errors, values that repeat")
+    bounded = Accuracy(max_error=1e-4, budget=1e-3, low_precision_error=5e-4, element_share=0.5)
+    arms = [arm.model_copy(update={"accuracy": bounded}) for arm in new.cases[0].arms]
+    case = new.cases[0].model_copy(update={"arms": arms})
+    changes = {"cases": [case], "settings": new.settings.model_copy(update={"method": 2})}
+    last = rule_of(build_claim(), new.model_copy(update=changes))
+    assert last.endswith("a bound for each error, values that are new in each call")
 
 
 def test_a_claim_for_several_gpus_has_one_row_and_a_table_for_each():

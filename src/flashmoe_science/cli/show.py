@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -34,6 +34,7 @@ from ..proof.report.terminal import (
     memory_table,
     plain_table,
     record_checks,
+    rule_lines,
     run_table,
     unmeasured_lines,
 )
@@ -57,7 +58,9 @@ _NO_CLAIMS = "`flashmoe claim new` writes one from a run; ours are in the clone 
 def verify(
     why: Annotated[bool, flag("--why", "Give the reason of every verdict, also of good ones.")] = False,
     strict: Annotated[bool, flag("--strict", "A stale claim does not hold: 4, and not 0, where one is.")] = False,
-    deep: Annotated[bool, flag("--deep", "Also list every check of every record for contradictions.")] = False,
+    deep: Annotated[
+        bool, flag("--deep", "Also list every check of every record, and the rules behind each claim.")
+    ] = False,
     trust: Trust = False,
     as_json: Json = False,
     junit: Junit = None,
@@ -111,8 +114,8 @@ def verify(
         code = USAGE  # a file is wrong: what it would say of the claims nobody knows
     if junit is not None:
         write_junit(junit, junit_xml(verdicts, strict=strict))
-    for path, checks in (checked or {}).items():
-        terminal.show(record_checks(path, checks), "")
+    if checked is not None:
+        _show_deep(checked, verdicts, terminal)
     terminal.show_verdicts(verdicts, why=why)
     terminal.show(*([""] if verdicts else []), count_line(verdicts))
     if not verdicts and not wrong:
@@ -146,6 +149,15 @@ def _runs_begun(terminal: Terminal) -> Sequence[tuple[str, BegunRun]]:
     except EvidenceError as error:
         terminal.warn_of(error)
         return ()
+
+
+def _show_deep(
+    checked: Mapping[str, Sequence[ConsistencyCheck]], verdicts: Sequence[Verdict], terminal: Terminal
+) -> None:
+    """Show every check of every record, and the rules behind each claim."""
+    for path, checks in checked.items():
+        terminal.show(record_checks(path, checks), "")
+    terminal.show(rule_lines(verdicts), "")
 
 
 def _say_limits(verdicts: Sequence[Verdict], terminal: Terminal) -> None:

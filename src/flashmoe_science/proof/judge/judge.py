@@ -90,6 +90,8 @@ class Verdict(Model):
     notes: list[str] = Field(default_factory=list)  # a reader of the status must know these; the reason has them too
     signature: str = ""  # who signed the record, or why that is not known
     limits: list[str] = Field(default_factory=list)  # what the run could not have seen; ``limits.py``
+    rule: str = ""  # by which rules the record was made; ``limits.py``
+    refused_today: str = ""  # why the record could not make this claim today; empty where it could
     by_gpu: list[Verdict] = Field(default_factory=list)  # for a claim on several GPUs: one each, weakest first
 
     @property

@@ -8,7 +8,7 @@ from ..records.begun import BegunRun, count_alike
 from ..records.evidence import Record
 from ..text import counted
 from .claims import Claim
-from .judge import paired_log_ratios
+from .judge import VerdictStatus, paired_log_ratios
 
 PROCESSES_OF_A_CLAIM = 5  # of a new one; docs/explanation/statistics.md has what fewer miss
 RARE = 0.1  # the share of processes in a rare slow mode, of which a verdict says how often it stays unseen
@@ -38,6 +38,28 @@ def fewest_processes(claim: Claim, record: Record) -> int:
         if (groups := paired_log_ratios(case, claim.metric, baseline, claim.subject))
     ]
     return min(counts, default=0)
+
+
+def rule_of(claim: Claim, record: Record) -> str:
+    """Return by which rules ``record`` was made and judges ``claim``: processes, errors and values."""
+    processes = fewest_processes(claim, record)
+    accuracies = [arm.accuracy for case in record.cases for arm in case.arms if arm.role == "subject" and arm.accuracy]
+    by_element = bool(accuracies) and all(accuracy.element_share is not None for accuracy in accuracies)
+    return ", ".join(
+        (
+            counted(processes, "process") if processes else "bytes, counted once",
+            "a bound for each error" if by_element else "one bound for all errors",
+            "values that are new in each call" if record.settings.method > 1 else "values that repeat",
+        )
+    )
+
+
+def refusal_today(claim: Claim, record: Record, status: VerdictStatus) -> str:
+    """Return why ``claim new`` would not write this claim from this record today; empty where it would."""
+    if status is not VerdictStatus.DEMONSTRATED:
+        return f"it is {status.value}"
+    few = 0 < fewest_processes(claim, record) < PROCESSES_OF_A_CLAIM
+    return f"{PROCESSES_OF_A_CLAIM} processes are asked for" if few else ""
 
 
 def not_seen(record: Record) -> str:

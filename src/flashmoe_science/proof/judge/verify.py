@@ -21,7 +21,7 @@ from ..subject.user_suite import is_loaded, read_user_suite
 from .claims import Claim, find_evidence, load_claims, other_versions, sentence_fault, too_old, why_not
 from .consistency import Check, Consistency, contradiction, signer_in, unique_notes
 from .judge import Verdict, VerdictStatus, judge
-from .limits import limits_of
+from .limits import limits_of, refusal_today, rule_of
 from .staleness import changes_since
 from .unreadable import Unreadable, naming, unreadable_doubts
 
@@ -186,6 +186,8 @@ def _verify_on(
             "evidence": path,
             "limits": limits_of(claim, record, records, consistency.begun),
             "signature": signer_in(checks),
+            "rule": rule_of(claim, record),
+            "refused_today": refusal_today(claim, record, verdict.status),
         }
         verdicts.append(verdict.model_copy(update=about))
     return min(verdicts, key=_against)

@@ -10,6 +10,8 @@ A page names with two marks, each a line of its own, where a section goes::
     <!-- verdicts:end -->
     <!-- cases:begin -->      a table of cases for each record and baseline, each below a heading
     <!-- cases:end -->
+    <!-- rules:begin -->     by which rules the claims are judged, and which could be made today
+    <!-- rules:end -->
 
 """
 
@@ -42,7 +44,7 @@ BEGIN, END = "<!-- verdicts:begin -->", "<!-- verdicts:end -->"
 
 _HINT = (
     "a rendered table goes between two marks: of runs (summary), of slower cases (slower), of claims (verdicts), "
-    "or of cases (cases)"
+    "of cases (cases), or of rules (rules)"
 )
 # The interval of a mean also counts the choice of cases, so it says nothing about fewer cases than these.
 _FEWEST_OF_MEAN = 6
@@ -184,6 +186,17 @@ def claim_section(verdicts: Sequence[Verdict], _: Mapping[str, Record], up: str 
     header = ("id", "claim", "verdict", "deciding case", "geometric mean", "evidence")
     lines = [row(*header), row(*["---"] * len(header))]
     lines += [_claim_row(verdict, up) for verdict in verdicts]
+    return "\n".join(lines) + "\n"
+
+
+def rule_section(verdicts: Sequence[Verdict], _: Mapping[str, Record], __: str | None = "") -> str:
+    """Return how many claims are judged by which rules, and whether they could be made from their records today."""
+    if not verdicts:
+        return _NO_CLAIMS
+    counts = Counter((verdict.rule or "no record", verdict.refused_today) for verdict in verdicts)
+    lines = [row("claims", "judged by", "as a new claim today"), row("---:", "---", "---")]
+    for (rule, refused), count in sorted(counts.items(), key=lambda each: (-each[1], each[0])):
+        lines.append(row(str(count), rule, f"refused: {refused}" if refused else "accepted"))
     return "\n".join(lines) + "\n"
 
 
@@ -435,4 +448,5 @@ _SECTIONS: dict[SectionKind, tuple[str, Callable[[Sequence[Verdict], Mapping[str
     "slower": ("the table of slower cases", slower_section),
     "verdicts": ("the table of claims", claim_section),
     "cases": ("the tables of cases", case_section),
+    "rules": ("the table of rules", rule_section),
 }

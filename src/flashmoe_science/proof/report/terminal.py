@@ -304,6 +304,15 @@ def figure(verdict: Verdict) -> str:
     return f"{word} of {counted(len(verdict.cases), 'case')} {format_ratio(lowest.interval)}"
 
 
+def rule_lines(verdicts: Sequence[Verdict]) -> RenderableType:
+    """Return for each claim by which rules it was judged, and why it could not be made from its record today."""
+    grid = new_grid(max((len(verdict.claim.id) for verdict in verdicts), default=0))
+    for verdict in verdicts:
+        today = f"refused: {verdict.refused_today}" if verdict.refused_today else "accepted"
+        grid.add_row(Text(verdict.claim.id), Text(f"{verdict.rule or 'no record'}; as a new claim today {today}"))
+    return grid
+
+
 def verdict_lines(verdict: Verdict, *, one_line: bool = False, why: bool = False) -> RenderableType:
     """Return the verdict, sentence, figure and evidence of a claim.
 
