@@ -28,10 +28,10 @@ def tool():
 def test_every_kernel_needs_twenty_lines_at_most(tool, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     folders = {path.parent.name for path in tool.FOLDER.glob("*/kernel.toml")}
-    assert folders == set(tool.TRIALS)
-    for name, trial in tool.TRIALS.items():
-        assert len((tool.FOLDER / name / "kernel.toml").read_text().splitlines()) <= 20
-        assert load_subject(str(tool.FOLDER / name)).name == name
+    assert folders == {trial.folder for trial in tool.TRIALS.values()}
+    for trial in tool.TRIALS.values():
+        assert len((tool.FOLDER / trial.folder / "kernel.toml").read_text().splitlines()) <= 20
+        assert load_subject(str(tool.FOLDER / trial.folder)).name == trial.folder
         assert trial.suite.is_file()
 
 
@@ -43,3 +43,12 @@ def test_a_wheel_that_is_another_file_is_refused(tool, tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="is not the file that was tried"):
         tool.fetch(tmp_path)
     assert not list(tmp_path.rglob("code.py"))
+
+
+def test_a_tutorial_that_is_another_file_is_refused(tool, tmp_path, monkeypatch):
+    monkeypatch.setattr(tool, "FOLDER", tmp_path / "trials")
+    monkeypatch.setattr(tool, "WHEELS", {})
+    (tmp_path / tool.TUTORIAL[0]).write_text("")
+    with pytest.raises(SystemExit, match=r"06-fused-attention.py is not the file that was tried"):
+        tool.fetch(tmp_path)
+    assert not list((tmp_path / "trials" / "fetched").iterdir())

@@ -1,7 +1,7 @@
-"""Fetch three public kernels, and put each on trial: ``try_public_kernels.py [--wheels DIR] [--only NAME]``.
+"""Fetch four public kernels, and put each on trial: ``try_public_kernels.py [--sources DIR] [--only NAME]``.
 
-They are wheels of pinned versions, fetched by pip unless ``--wheels`` has them, and unpacked beside their
-``kernel.toml`` in ``examples/public_kernels``. The exit code is 1 where a verdict is not the one that is known.
+They are wheels of pinned versions and a file of a pinned commit, fetched unless ``--sources`` has them, and laid beside
+their ``kernel.toml`` in ``examples/public_kernels``. The exit code is 1 where a verdict is not the one that is known.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import urllib.request
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,28 +28,39 @@ WHEELS = {
     "liger-kernel": ("0.8.5", "60789cd576af073ab9b192b570d2597fd0cdad489cd62fb44fb16256d43754c9"),
     "einops": ("0.8.2", "54058201ac7087911181bfec4af6091bb59380360f069276601256a76af08193"),
 }
+# Name, address, SHA-256, and the name of the module that it becomes.
+TUTORIAL = (
+    "06-fused-attention.py",
+    "https://raw.githubusercontent.com/triton-lang/triton/5c846f015d9cfbe94480fea890545888ea33b827/python/tutorials",
+    "5b16be48b7b781ef018931c789b191f3390886ac479bb5df8a3418e5612ab317",
+    "triton_fused_attention.py",
+)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One kernel: its suite, and the known verdict of gate correct on each kind of machine."""
+    """One kernel: its folder and suite, and the known verdict of gate correct on each kind of machine."""
 
+    folder: str
     suite: Path
-    on_cpu: str
+    on_cpu: str = "not possible here"
     on_gpu: str = "passed"
 
 
 TRIALS = {
-    "fla_attention": Trial(FOLDER / "fla_attention" / "suite.toml", "passed"),
-    "liger_rms_norm": Trial(ROOT / "examples" / "rms_norm" / "suite.toml", "not possible here"),
-    "liger_moe": Trial(FOLDER / "liger_moe" / "suite.toml", "not possible here"),
+    "fla_attention": Trial("fla_attention", FOLDER / "fla_attention" / "suite.toml", "passed"),
+    "liger_rms_norm": Trial("liger_rms_norm", ROOT / "examples" / "rms_norm" / "suite.toml"),
+    "liger_moe": Trial("liger_moe", FOLDER / "liger_moe" / "suite.toml"),
+    "triton_attention": Trial("triton_attention", FOLDER / "triton_attention" / "suite.toml"),
+    "triton_attention_cut": Trial("triton_attention", FOLDER / "triton_attention" / "cut.toml", on_gpu="failed"),
 }
 
 
 def fetch(folder: Path | None) -> None:
-    """Unpack the wheels, after a look at their hashes."""
+    """Unpack the wheels and copy the file, after a look at their hashes."""
     target = FOLDER / "fetched"
     shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as scratch:
         for name, (version, sha256) in WHEELS.items():
             found = folder or Path(scratch)
@@ -56,15 +68,36 @@ def fetch(folder: Path | None) -> None:
                 pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", scratch]
                 subprocess.run([*pip, "--only-binary", ":all:", f"{name}=={version}"], check=True)
             wheel = next(found.glob(f"{name.replace('-', '_')}-{version}-*.whl"))
-            if hashlib.sha256(wheel.read_bytes()).hexdigest() != sha256:
-                raise SystemExit(f"{wheel.name} is not the file that was tried: its SHA-256 differs")
+            require_hash(wheel.name, wheel.read_bytes(), sha256)
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(target)
+    name, address, sha256, module = TUTORIAL
+    if folder is None:
+        with urllib.request.urlopen(f"{address}/{name}", timeout=60) as answer:  # noqa: S310 - https, as above
+            text = answer.read()
+    else:
+        text = (folder / name).read_bytes()
+    require_hash(name, text, sha256)
+    (target / module).write_bytes(text)
+
+
+def require_hash(name: str, content: bytes, sha256: str) -> None:
+    """Stop where a file is another one than was tried."""
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise SystemExit(f"{name} is not the file that was tried: its SHA-256 differs")
 
 
 def prove(name: str, trial: Trial, evidence: Path) -> str:
     """Run the chain, and return what is wrong with its verdict, or an empty text."""
-    command = [sys.executable, "-m", "flashmoe_science", "prove", str(FOLDER / name), "--suite", str(trial.suite)]
+    command = [
+        sys.executable,
+        "-m",
+        "flashmoe_science",
+        "prove",
+        str(FOLDER / trial.folder),
+        "--suite",
+        str(trial.suite),
+    ]
     command += ["--processes", "1", "--json"]
     result = subprocess.run(command, cwd=evidence, capture_output=True, text=True, check=False)
     sys.stderr.write(result.stderr)
@@ -84,11 +117,11 @@ def prove(name: str, trial: Trial, evidence: Path) -> str:
 def main() -> int:
     """Try each kernel."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--wheels", type=Path, help="a folder that has the wheels already")
+    parser.add_argument("--sources", type=Path, help="a folder that has the wheels and the file already")
     parser.add_argument("--only", choices=TRIALS, help="one of them")
     parser.add_argument("--evidence", type=Path, help="where the records go; by default they are thrown away")
     wanted = parser.parse_args()
-    fetch(wanted.wheels)
+    fetch(wanted.sources)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
     names = [wanted.only] if wanted.only else list(TRIALS)
     with tempfile.TemporaryDirectory() as scratch:
