@@ -1,8 +1,8 @@
 """Print the figures of docs/explanation/error-scale.md: right kernels that fail, and wrong ones that are found.
 
 ``PYTHONPATH=src python tools/simulate_error_scale.py`` takes an hour, most of it for gradients and experts; ``--fewer
-16`` some minutes. The tests check the same with fewer draws. Kernels are simulated: fp64, and a rounding where a kernel
-rounds.
+16`` some minutes, and ``--suites`` 15 for its one table. The tests check the same with fewer draws. Kernels are
+simulated: fp64, and a rounding where a kernel rounds.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ from flashmoe_science.operators.attention_scale import backward_scale, forward_s
 from flashmoe_science.operators.error_scale import Scale
 from flashmoe_science.operators.moe import OPERATOR as EXPERTS, activation_of
 from flashmoe_science.operators.moe_backward import OPERATOR as EXPERT_GRADIENTS
+from flashmoe_science.proof.measure.allowed_error import find_expected, judge
+from flashmoe_science.proof.subject.loading import load_operator
+from flashmoe_science.proof.subject.outputs import parts
+from flashmoe_science.proof.subject.suites import list_suites, load_suite
 
 SEED = 20261126
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -102,6 +106,9 @@ def attend(case: Attention, inputs: dict[str, Tensor], kernel: str) -> Tensor:
         weights, total = softmax(rounded(scores, dtype))
         return rounded(rounded(weights / total, dtype) @ v, dtype)
     weights, total = softmax(scores)
+    if "sinks" in inputs:
+        sinks = inputs["sinks"].double().reshape(-1, case.group, 1, 1)
+        total = total + torch.exp(sinks - scores.amax(-1, keepdim=True))
     if kernel == "exact":
         return weights @ v / total
     if kernel == "P of 5 bits":  # a mantissa of 4, as of fp8 with five bits of exponent it is 2
@@ -230,6 +237,94 @@ def expert_shares(suite: str, count: int, seed: int) -> dict[str, Shares]:
     return {kernel: _joined(shares) for kernel, shares in found.items()}
 
 
+class OfSuite:
+    """The smallest case of a suite, cut to what a CPU does, judged as the harness judges."""
+
+    def __init__(self, name: str) -> None:
+        suite = load_suite(name)
+        self.name, self.operator = name, load_operator(suite.operator)
+        smallest = min((case.problem for case in suite.cases), key=lambda p: self.operator.work(p).flops)
+        self.table = _cut(dict(self.operator.as_table(smallest)))
+        self.problem = self.operator.parse_case(self.table)
+
+    def judge(self, seed: int) -> dict[str, tuple[float, float, bool]]:
+        """Return of the fused and the eager kernel the shares of an element and a row, and whether one is refused."""
+        inputs = self.operator.make_inputs(self.problem, seed=seed, device="cpu")
+        expected = find_expected(self.operator, self.problem, inputs)
+        found = {}
+        for kernel, answer in (("fused", self.fused(inputs)), ("eager", self.eager(inputs))):
+            judged = [judge(*each) for each in zip(answer, expected, strict=True)]
+            shares = [(a.element_share or 0.0, a.row_share or 0.0) for a, _ in judged if a is not None]
+            of_element, of_row = (max(each) for each in zip(*shares, strict=True))
+            found[kernel] = of_element, of_row, any(fault for _, fault in judged)
+        return found
+
+    def eager(self, inputs: dict[str, Tensor]) -> Sequence[Tensor]:
+        """Return what the framework gives in the dtype."""
+        return parts(self.operator.low_precision(self.problem, inputs))
+
+    def fused(self, inputs: dict[str, Tensor]) -> Sequence[Tensor]:
+        """Return what a kernel gives that keeps all but P, ds, h and results in fp32."""
+        if "tokens" in self.table:
+            gradients = self.operator.name == "moe_backward"
+            found = fused_gradients(self.problem, inputs) if gradients else (fused_experts(self.problem, inputs),)
+            names = ("x", "w_gate_up", "w_down", "topk_weights")[: len(found)]
+            return [each.to(inputs[name].dtype) for name, each in zip(names, found, strict=True)]
+        heads_first = [self._fused_sequence(each) for each in self._sequences(inputs)]
+        if "lengths" not in self.table:
+            return heads_first[0]
+        return [torch.cat([each[0].transpose(0, 1) for each in output]) for output in zip(*heads_first, strict=True)]
+
+    def _sequences(self, inputs: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+        """Return q, k, v and do ``[1, H, S, D]`` of each sequence, and sinks."""
+        if self.operator.name == "attention_cache":
+            k, v = (inputs[name].transpose(1, 2) for name in ("k_cache", "v_cache"))
+            return [{"q": inputs["q"], "k": k, "v": v}]
+        named: dict[str, Tensor] = {n: inputs[n] for n in ("q", "k", "v", "do", "sinks") if n in inputs}
+        if "lengths" not in self.table:
+            return [named]
+        split = {
+            name: tensor.split(self.table["lengths"])  # type: ignore[no-untyped-call]
+            for name, tensor in named.items()
+        }
+        count = range(len(self.table["lengths"]))
+        return [{name: of_all[n].transpose(0, 1)[None] for name, of_all in split.items()} for n in count]
+
+    def _fused_sequence(self, inputs: dict[str, Tensor]) -> list[Tensor]:
+        """Return o, or dq, dk and dv, or all of them, ``[1, H, S, D]``."""
+        t, (q, k) = self.table, (inputs["q"], inputs["k"])
+        left, right = t.get("window", (-1, -1))
+        if right > 0 or (left >= 0 and not t["causal"]) or any(t.get(n) for n in ("softcap", "alibi", "bias")):
+            raise NotImplementedError(f"suite {self.name} has a smallest case that is not simulated here: {t}")
+        case = Attention(
+            self.name,
+            q.shape[2],
+            k.shape[2],
+            q.shape[3],
+            t["dtype"],
+            t.get("causal", False),
+            q.shape[1] // k.shape[1],
+            left,
+        )
+        found = [] if self.operator.name.endswith("_backward") else [attend(case, inputs, "fused")]
+        found += differentiate(case, inputs, "fused") if "do" in inputs else []
+        return [each.flatten(0, -3)[None].to(q.dtype) for each in found]
+
+
+def _cut(table: dict[str, Any]) -> dict[str, Any]:
+    """Return a table of one sequence, or three packed ones, with one K/V head, shorter lengths and fewer experts."""
+    most = {"batch": 1, "seqlen_q": 192, "seqlen_k": 192, "tokens": 32, "hidden": 128, "inter": 64}
+    for name in most.keys() & table.keys():
+        table[name] = min(table[name], most[name])
+    if "heads" in table:
+        table |= {"heads": table["heads"] // table["heads_kv"], "heads_kv": 1}
+    if "experts" in table:
+        table["experts"] = max(8, table["top_k"])
+    for name in {"lengths", "lengths_k"} & table.keys():
+        table[name] = sorted(table[name])[:3]
+    return table
+
+
 def _drawn(answer: Any) -> list[Tensor]:
     return [part[None] for part in ((answer,) if isinstance(answer, Tensor) else answer)]
 
@@ -319,12 +414,38 @@ def _print_faults(fewer: int) -> None:
         print(f"| {size} x {size} | {draws:,} | {int(((a > 1) | (b > 1)).sum()) / draws:.0%} |", flush=True)
 
 
+def _print_suites(fewer: int) -> None:
+    print(
+        "| suite | case as it is cut | draws | fused: fail | element, row | eager: fail | element, row |\n"
+        + "| --- " * 7
+        + "|"
+    )
+    total = refused = 0
+    for name in list_suites():
+        suite = OfSuite(name)
+        draws = max(1, (6000 if name == "seed" else 1000) // fewer)
+        found = [suite.judge(SEED + number) for number in range(draws)]
+        cells = []
+        for kernel in ("fused", "eager"):
+            of_element, of_row, failed = zip(*(each[kernel] for each in found), strict=True)
+            cells.append(f"{sum(failed)} | {max(of_element):.2f}, {max(of_row):.2f}")
+            refused += sum(failed)
+        total += draws
+        print(f"| {name} | `{suite.operator.describe(suite.problem)}` | {draws:,} | {' | '.join(cells)} |", flush=True)
+    print(f"| all | | {total:,} | {refused} of both | | | |")
+
+
 def main() -> None:
     """Print all tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fewer", type=int, default=1, help="so many times fewer draws")
-    fewer = parser.parse_args().fewer
+    parser.add_argument("--suites", action="store_true", help="print the smallest case of each suite, and no more")
+    asked = parser.parse_args()
+    fewer = asked.fewer
     torch.set_grad_enabled(False)
+    if asked.suites:
+        _print_suites(fewer)
+        return
     _print_right(fewer)
     _print_faults(fewer)
 

@@ -118,6 +118,17 @@ def test_the_scale_of_attention_is_its_formula():
         torch.testing.assert_close(found.rms[0, 1, row, 0].double(), expected_rms, rtol=2e-3, atol=0)
 
 
+@pytest.mark.parametrize(("suite", "draw"), [("seed", 0), ("train-packed", 0), ("moe-train", 0), ("moe-train", 571)])
+def test_the_judge_takes_right_kernels_of_the_smallest_case_of_a_suite(suite, draw):
+    """In draw 571 the framework's largest error of dw_down is lucky: a right kernel's is 2.5 times as large."""
+    with torch.no_grad():
+        found = simulation.OfSuite(suite).judge(simulation.SEED + draw)
+    for of_element, of_row, refused in found.values():
+        assert 0.05 < of_element < 1.0
+        assert of_row < 1.0
+        assert not refused
+
+
 def test_errors_add_up_as_roundings_do():
     low = Format.of(torch.float16)
     assert low == (2.0**-11, 2.0**-25)
