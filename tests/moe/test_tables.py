@@ -263,10 +263,10 @@ def test_fp32_is_multiplied_as_three_parts_in_bf16(arch):
     spec = SPECS[GPUS[arch]]
     kernels = [*prepare_moe_kernels(plan_moe(problem, spec))]
     kernels += prepare_backward_kernels(plan_backward(problem, spec, GRADIENTS[:4]))
-    products = [kernel.source for kernel in kernels if "PRECISION" in dict(kernel.source.constants)]
+    products = [kernel.source for kernel in kernels if "TILE" in dict(kernel.source.constants)]
     assert len(products) == 6
     for source in products:
-        assert dict(source.constants)["PRECISION"] == "bf16x6"
+        assert dict(source.constants)["TILE"].PRECISION == "bf16x6"
         ptx = compile_kernel(source, arch).asm["ptx"]
         assert ".bf16.bf16" in ptx, source.name
         assert "tf32" not in ptx, source.name

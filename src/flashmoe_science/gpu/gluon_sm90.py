@@ -69,6 +69,21 @@ class Ring:
 
 
 @gluon.jit
+def make_tiles(desc, COUNT: gl.constexpr):
+    """Allocate shared memory for ``COUNT`` tiles of a tensor descriptor."""
+    return gl.allocate_shared_memory(desc.dtype, [COUNT] + desc.block_type.shape, desc.layout)
+
+
+@gluon.jit
+def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Allocate ``COUNT`` mbarriers, each of which waits for ``ARRIVALS`` arrivals."""
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for bar in gl.static_range(COUNT):
+        mbarrier.init(bars.index(bar), count=ARRIVALS)
+    return bars
+
+
+@gluon.jit
 def slot_of(i, SLOTS: gl.constexpr):
     """Return the slot of the i-th tile. Unsigned: a signed remainder costs four instructions more."""
     return (i.to(gl.uint32, bitcast=True) % SLOTS).to(gl.int32, bitcast=True)

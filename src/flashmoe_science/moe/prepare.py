@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import triton
@@ -13,6 +13,7 @@ from .decode.gemv_triton import _gemv_down_kernel, _gemv_gate_up_kernel
 from .grouped import prepare_sm90
 from .grouped.combine_triton import _combine_kernel
 from .grouped.products_triton import _down_kernel, _gate_up_kernel
+from .kernel_arguments import Activation, ProductTile, WeightStrides
 from .plan import (
     CHUNK,
     COMBINE_COLUMNS,
@@ -140,23 +141,17 @@ def _place(plan: MoePlan, grid: Grid, warps: int) -> PreparedKernel:
     return triton_kernel(_place_kernel, plan, grid, warps, arguments, constants)
 
 
-def activation(problem: MoeProblem) -> dict[str, Any]:
+def activation(problem: MoeProblem) -> Activation:
     """Return the constants of the activation."""
-    return {
-        "GATED": problem.gated,
-        "INTERLEAVED": problem.interleaved,
-        "ACTIVATION": problem.activation,
-        "ALPHA": problem.alpha,
-        "LIMIT": problem.limit,
-    }
+    return Activation(problem.activation, problem.gated, problem.interleaved, problem.alpha, problem.limit)
 
 
-def strides(prefix: str, axes: Sequence[str], values: tuple[int, ...]) -> dict[str, int]:
-    """Return the constants of a tensor's strides, in elements."""
-    return {f"STRIDE_{prefix}{axis}": stride for axis, stride in zip(axes, values, strict=True)}
+def product_tile(plan: MoePlan, tile: Tile, block_m: int, group_m: int) -> ProductTile:
+    """Return the constants of a product's tile."""
+    return ProductTile(block_m, tile.block_n, tile.block_k, group_m, tile.swap, _precision(plan), tile.num_stages)
 
 
-def precision(plan: MoePlan) -> dict[str, str]:
+def _precision(plan: MoePlan) -> str:
     """Return how fp32 operands are multiplied; other dtypes ignore it.
 
     "bf16x6" splits an fp32 number into three bf16 parts, and six products of parts have a relative error of 2^-24;
@@ -164,11 +159,11 @@ def precision(plan: MoePlan) -> dict[str, str]:
     up to 1.7 times the budget for 256 and 384 terms (H200). Triton's interpreter supports only "ieee".
     """
     if plan.problem.dtype != "fp32":
-        return {"PRECISION": "tf32"}
-    return {"PRECISION": "bf16x6" if plan.arch else "ieee"}
+        return "tf32"
+    return "bf16x6" if plan.arch else "ieee"
 
 
-def _product(problem: MoeProblem, config: TileConfig, tile: Tile, rows: str) -> dict[str, Any]:
+def _product(plan: MoePlan, problem: MoeProblem, config: TileConfig, tile: Tile, rows: str) -> dict[str, Any]:
     """Return the constants of both products."""
     few = rows == "few"
     return {
@@ -179,12 +174,7 @@ def _product(problem: MoeProblem, config: TileConfig, tile: Tile, rows: str) -> 
         "ROWS": rows,
         "BY_EXPERT": few and problem.experts < problem.pairs,
         "BLOCK_P": max(16, triton.next_power_of_2(problem.pairs)) if few else 16,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "GROUP_M": config.group_m,
-        "SWAP": tile.swap,
-        "NUM_STAGES": tile.num_stages,
+        "TILE": product_tile(plan, tile, config.block_m, config.group_m),
     }
 
 
@@ -217,12 +207,12 @@ def _up(plan: MoePlan, grid: Grid, warps: int, *, shared: bool = False) -> Prepa
         "h_ptr": ours(problem.dtype, f"{prefix}h"),
     }
     constants = {
-        **_product(problem, config, config.up, rows),
-        **precision(plan),
+        **_product(plan, problem, config, config.up, rows),
         "COLUMNS": problem.columns_up,
-        **strides("X", "TK", problem.x_strides),
-        **strides("W", "ENK", problem.gate_up_strides),
-        **activation(problem),
+        "STRIDE_XT": problem.x_strides[0],
+        "STRIDE_XK": problem.x_strides[1],
+        "W": WeightStrides(*problem.gate_up_strides),
+        "ACT": activation(problem),
     }
     stages = config.up.num_stages
     return triton_kernel(_gate_up_kernel, plan, grid, warps, arguments, constants, stages)
@@ -238,9 +228,8 @@ def _down(plan: MoePlan, grid: Grid, warps: int, *, shared: bool = False) -> Pre
         "y_ptr": ours(problem.dtype, f"{prefix}y"),
     }
     constants = {
-        **_product(problem, config, config.down, rows),
-        **precision(plan),
-        **strides("W", "ENK", problem.down_strides),
+        **_product(plan, problem, config, config.down, rows),
+        "W": WeightStrides(*problem.down_strides),
     }
     stages = config.down.num_stages
     return triton_kernel(_down_kernel, plan, grid, warps, arguments, constants, stages)
@@ -310,8 +299,8 @@ def _gemv_up(plan: MoePlan, grid: Grid, warps: int) -> PreparedKernel:
         "INTER": problem.inter,
         "COLUMNS": problem.columns_up,
         "STRIDE_XK": problem.x_strides[1],
-        **strides("W", "ENK", problem.gate_up_strides),
-        **activation(problem),
+        "W": WeightStrides(*problem.gate_up_strides),
+        "ACT": activation(problem),
         "BLOCK_N": config.up.block_n,
         "BLOCK_K": config.up.block_k,
         "NUM_STAGES": config.up.num_stages,
@@ -336,7 +325,7 @@ def _gemv_down(plan: MoePlan, grid: Grid, warps: int) -> PreparedKernel:
         "HID": problem.hidden,
         "INTER": problem.inter,
         "SHARED": problem.shared_experts,
-        **strides("W", "ENK", problem.down_strides),
+        "W": WeightStrides(*problem.down_strides),
         "BLOCK_N": config.down.block_n,
         "BLOCK_K": config.down.block_k,
         "STEPS": config.down.steps,

@@ -19,6 +19,23 @@ FREE = gl.constexpr(6)
 
 
 @aggregate
+class Activation:
+    """The group of the same name in ``kernel_arguments``, as aggregates hold it in every version of Triton."""
+
+    KIND: gl.constexpr
+    GATED: gl.constexpr
+    INTERLEAVED: gl.constexpr
+    ALPHA: gl.constexpr
+    LIMIT: gl.constexpr
+
+
+@gluon.jit
+def activation_of(ACT: gl.constexpr):
+    """Return the activation of a kernel as its aggregate holds it."""
+    return Activation(ACT.KIND, ACT.GATED, ACT.INTERLEAVED, ACT.ALPHA, ACT.LIMIT)  # type: ignore[call-arg] # as Mailbox
+
+
+@aggregate
 class Mailbox:
     """A ring through which the producer sends four numbers of each tile of this program."""
 

@@ -33,6 +33,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...gpu.gluon_sm90 import (
     hide_from_compiler,
     lap_of,
+    make_barriers,
+    make_tiles,
     named_barrier,
     slot_of,
     special_register,
@@ -45,7 +47,9 @@ from ..primitives_sm90 import (
     FREE,
     ROWS,
     TILES,
+    Activation,
     Mailbox,
+    activation_of,
     draw_tile,
     left_and_right,
     make_mailbox,
@@ -105,11 +109,7 @@ class Args:
     GROUP_M: gl.constexpr
     STEP: gl.constexpr
     STAGES: gl.constexpr
-    GATED: gl.constexpr
-    INTERLEAVED: gl.constexpr
-    ACTIVATION: gl.constexpr
-    ALPHA: gl.constexpr
-    LIMIT: gl.constexpr
+    ACT: Activation
 
     @gluon.jit
     def release(self, i):
@@ -227,14 +227,14 @@ def _multiply_partition(a, W: gl.constexpr):
 @gluon.jit
 def _slopes(gate, up, a):
     """Return the activation and its derivatives by gate and by up."""
-    if a.ACTIVATION == "swiglu":
+    if a.ACT.KIND == "swiglu":
         s = sigmoid(gate)
         by_up = gate * s
         by_gate = up * (s + by_up * (1 - s))
         h = by_up * up
     else:
-        h = activate(gate, up, a.ACTIVATION, a.ALPHA, a.LIMIT)
-        by_gate, by_up = activation_slopes(gate, up, a.ACTIVATION, a.ALPHA, a.LIMIT)
+        h = activate(gate, up, a.ACT)
+        by_gate, by_up = activation_slopes(gate, up, a.ACT)
     return h, by_gate, by_up
 
 
@@ -257,13 +257,13 @@ def _ask(a, column, chunk, first, end, layout: gl.constexpr, wide: gl.constexpr)
     """Start loads of gate and up of 16 rows by 64 columns; zeros fill invalid places."""
     place = column * BLOCK_N + chunk * CHUNK
     base = a.product_ptr + first.to(gl.int64) * a.COLUMNS
-    if a.INTERLEAVED:
+    if a.ACT.INTERLEAVED:
         offsets, mask = _offsets(a, a.COLUMNS, 2, a.INTER - place, end - first, wide)
         async_load(a.gate_bufs.index(chunk), base + 2 * place + offsets, mask)
     else:
         offsets, mask = _offsets(a, a.COLUMNS, 1, a.INTER - place, end - first, layout)
         async_load(a.gate_bufs.index(chunk), base + place + offsets, mask)
-        if a.GATED:
+        if a.ACT.GATED:
             async_load(a.up_bufs.index(chunk), base + place + a.INTER + offsets, mask)
     async_copy.commit_group()
 
@@ -271,13 +271,13 @@ def _ask(a, column, chunk, first, end, layout: gl.constexpr, wide: gl.constexpr)
 @gluon.jit
 def _product(a, chunk, layout: gl.constexpr, wide: gl.constexpr):
     """Return gate and up of finished loads, in fp32."""
-    if a.INTERLEAVED:
+    if a.ACT.INTERLEAVED:
         gate, up = gl.split(a.gate_bufs.index(chunk).load(wide).reshape([PART, CHUNK, 2]))
         gate, up = gl.convert_layout(gate, layout), gl.convert_layout(up, layout)  # each where it is
     else:
         gate = a.gate_bufs.index(chunk).load(layout)
         up = gate
-        if a.GATED:
+        if a.ACT.GATED:
             up = a.up_bufs.index(chunk).load(layout)
     return gate.to(gl.float32), up.to(gl.float32)
 
@@ -295,13 +295,13 @@ def _finish_part(a, da, weight, column, chunk, first, end, layout: gl.constexpr,
         gl.store(base + offsets, (weight[:, None] * h).to(kind), mask=mask)
     weighted = da * weight[:, None]
     base = a.dproduct_ptr + first.to(gl.int64) * a.COLUMNS
-    if a.INTERLEAVED:
+    if a.ACT.INTERLEAVED:
         both = gl.join((weighted * by_gate).to(kind), (weighted * by_up).to(kind)).reshape([PART, 2 * CHUNK])
         offsets, mask = _offsets(a, a.COLUMNS, 2, a.INTER - place, end - first, wide)
         gl.store(base + 2 * place + offsets, gl.convert_layout(both, wide), mask=mask)
     else:
         offsets, mask = _offsets(a, a.COLUMNS, 1, a.INTER - place, end - first, layout)
-        if a.GATED:
+        if a.ACT.GATED:
             gl.store(base + place + offsets, (weighted * by_gate).to(kind), mask=mask)
             base += a.INTER
         gl.store(base + place + offsets, (weighted * by_up).to(kind), mask=mask)
@@ -427,8 +427,7 @@ def _activation_sm90_kernel(
     COUNTER: gl.constexpr, TOPK: gl.constexpr, HID: gl.constexpr, INTER: gl.constexpr, COLUMNS: gl.constexpr,
     WH_COLUMNS: gl.constexpr, SUMS: gl.constexpr, TILES_N: gl.constexpr, GROUP_M: gl.constexpr,
     STEP: gl.constexpr, STAGES: gl.constexpr,
-    GATED: gl.constexpr, INTERLEAVED: gl.constexpr,
-    ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+    ACT: gl.constexpr,  # Activation
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dA and the gradients that follow from it. Grid: (programs,), persistent."""
@@ -441,20 +440,18 @@ def _activation_sm90_kernel(
     do_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, STEP], kind)
     da_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CHUNK], kind)
     do_bufs = gl.allocate_shared_memory(kind, [STAGES, BLOCK_M, STEP], do_layout)
-    w_bufs = gl.allocate_shared_memory(kind, [STAGES] + w_desc.block_type.shape, w_desc.layout)
+    w_bufs = make_tiles(w_desc, STAGES)
     da_bufs = gl.allocate_shared_memory(kind, [2 * CHUNKS, ROWS, CHUNK], da_layout)
     # Eight rows of 128 bytes are one swizzle period, so 16 rows are a valid buffer of their own.
     strip_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART, CHUNK], kind)
     da_strips = _reinterpret(da_bufs, kind, [2 * CHUNKS * STRIPS, PART, CHUNK], strip_layout)
-    WIDTH: gl.constexpr = 2 if INTERLEAVED else 1
+    WIDTH: gl.constexpr = 2 if ACT.INTERLEAVED else 1
     plain: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 1, [1, 0])  # each thread reads what it loaded
     gate_bufs = gl.allocate_shared_memory(kind, [CHUNKS, PART, CHUNK * WIDTH], plain)
     up_bufs = gate_bufs
-    if GATED and not INTERLEAVED:
+    if ACT.GATED and not ACT.INTERLEAVED:
         up_bufs = gl.allocate_shared_memory(kind, [CHUNKS, PART, CHUNK], plain)
-    ready_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(ready_bars.index(slot), count=PRODUCERS + 1)
+    ready_bars = make_barriers(STAGES, PRODUCERS + 1)
     tiles = make_mailbox(PRODUCERS)
     fence_async_shared()  # make the barriers visible to TMA
     HAS_BIAS: gl.constexpr = bias_ptr is not None
@@ -465,7 +462,7 @@ def _activation_sm90_kernel(
         dproduct_ptr, wh_ptr if HAS_WH else tiles_ptr, sums_ptr if HAS_SUMS else tiles_ptr, drawn,
         do_bufs, w_bufs, da_bufs, da_strips, gate_bufs, up_bufs, ready_bars, tiles, HAS_BIAS, HAS_WH, HAS_SUMS,
         COUNTER, TOPK, HID, INTER, COLUMNS, WH_COLUMNS, SUMS, TILES_N, GROUP_M, STEP, STAGES,
-        GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT,
+        activation_of(ACT),
     )  # fmt: skip
     gl.warp_specialize(
         [

@@ -33,11 +33,12 @@ from ..grouped.prepare_sm90 import (
     ragged,
 )
 from ..grouped.products_triton import _down_kernel
+from ..kernel_arguments import Activation, WeightStrides
 from ..plan import COMBINE_COLUMNS, COMBINE_UNROLL, MoePlan, cdiv
-from ..prepare import MAKERS, activation, ours, precision, strides, tables, theirs, triton_kernel
+from ..prepare import MAKERS, activation, ours, product_tile, tables, theirs, triton_kernel
 from ..prepared import within
 from ..problem import MoeProblem
-from ..tiles import BackwardConfig, HopperConfig, Tile
+from ..tiles import BackwardConfig, HopperConfig
 from .activation_gluon_sm90 import _activation_sm90_kernel
 from .plan import BIAS_COLUMNS, BIAS_PAIRS, BIAS_STAGES, ROUTING_PAIRS, BackwardPlan, Span, column_sums
 from .products_triton import (
@@ -67,17 +68,6 @@ def _of(plan: MoePlan) -> tuple[MoeProblem, BackwardConfig, tuple[str, ...]]:
     return plan.problem, plan.config, plan.wanted
 
 
-def _tile(plan: MoePlan, config: BackwardConfig, tile: Tile, block_m: int) -> dict[str, Any]:
-    return {
-        "BLOCK_M": block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "GROUP_M": config.group_m,
-        "NUM_STAGES": tile.num_stages,
-        **precision(plan),
-    }
-
-
 def _sizes(problem: MoeProblem) -> dict[str, int]:
     return {"EXPERTS": problem.experts, "TOPK": problem.top_k, "HID": problem.hidden}
 
@@ -104,9 +94,9 @@ def _dactivation(plan: MoePlan, grid: Grid, warps: int, span: Span) -> PreparedK
         "INTER": problem.inter,
         "COLUMNS": problem.columns_up,
         "WH_COLUMNS": span[1],
-        **strides("W", "ENK", problem.down_strides),
-        **activation(problem),
-        **_tile(plan, config, config.activation, config.block_m),
+        "W": WeightStrides(*problem.down_strides),
+        "ACT": activation(problem),
+        "TILE": product_tile(plan, config.activation, config.block_m, config.group_m),
     }
     stages = config.activation.num_stages
     return triton_kernel(_activation_backward_kernel, plan, grid, warps, arguments, constants, stages)
@@ -143,12 +133,11 @@ def _dx(plan: MoePlan, grid: Grid, warps: int, span: Span) -> PreparedKernel:
         **_sizes(problem),
         "HID": span[1],
         "INTER": problem.columns_up,
-        **strides("W", "ENK", (expert, column, row)),
+        "W": WeightStrides(expert, column, row),
         "ROWS": "sorted",
         "BY_EXPERT": False,
         "BLOCK_P": 16,
-        "SWAP": False,
-        **_tile(plan, config, config.x, config.block_m),
+        "TILE": product_tile(plan, config.x, config.block_m, config.group_m),
     }
     return triton_kernel(_down_kernel, plan, grid, warps, arguments, constants, config.x.num_stages)
 
@@ -190,12 +179,14 @@ def _dgate_up(plan: MoePlan, grid: Grid, warps: int, _span: Span) -> PreparedKer
         "TOPK": problem.top_k,
         "M": problem.columns_up,
         "N": problem.hidden,
-        **strides("A", ("", "M"), (problem.columns_up, 1)),
-        **strides("B", ("", "N"), problem.x_strides),
+        "STRIDE_A": problem.columns_up,
+        "STRIDE_AM": 1,
+        "STRIDE_B": problem.x_strides[0],
+        "STRIDE_BN": problem.x_strides[1],
         "STRIDE_OUT": problem.hidden,
         "GATHER_A": False,
         "GATHER_B": True,
-        **_tile(plan, config, config.weights, config.weights_m),
+        "TILE": product_tile(plan, config.weights, config.weights_m, config.group_m),
     }
     stages = config.weights.num_stages
     return triton_kernel(_weight_gradient_kernel, plan, grid, warps, arguments, constants, stages)
@@ -214,12 +205,14 @@ def _ddown(plan: MoePlan, grid: Grid, warps: int, span: Span) -> PreparedKernel:
         "TOPK": problem.top_k,
         "M": problem.hidden,
         "N": span[1],
-        **strides("A", ("", "M"), (problem.hidden, 1)),
-        **strides("B", ("", "N"), (span[1], 1)),
+        "STRIDE_A": problem.hidden,
+        "STRIDE_AM": 1,
+        "STRIDE_B": span[1],
+        "STRIDE_BN": 1,
         "STRIDE_OUT": problem.inter,
         "GATHER_A": True,
         "GATHER_B": False,
-        **_tile(plan, config, config.weights, config.weights_m),
+        "TILE": product_tile(plan, config.weights, config.weights_m, config.group_m),
     }
     stages = config.weights.num_stages
     return triton_kernel(_weight_gradient_kernel, plan, grid, warps, arguments, constants, stages)
@@ -282,7 +275,8 @@ def _dactivation_sm90(plan: MoePlan, grid: Grid, _warps: int, span: Span) -> Pre
         "COUNTER": COUNTERS["down"], "TOPK": problem.top_k, "HID": problem.hidden, "INTER": problem.inter,
         "COLUMNS": problem.columns_up, "WH_COLUMNS": columns, "SUMS": column_sums(problem, config),
         "TILES_N": cdiv(columns, PRODUCT_COLUMNS), "GROUP_M": hopper.group_m,
-        "STEP": ACTIVATION_STEP, "STAGES": ACTIVATION_STAGES, **activation(problem), "REGISTERS": ACTIVATION_REGISTERS,
+        "STEP": ACTIVATION_STEP, "STAGES": ACTIVATION_STAGES, "ACT": activation(problem),
+        "REGISTERS": ACTIVATION_REGISTERS,
     }  # fmt: skip
     return gluon_kernel(_activation_sm90_kernel, grid, arguments, constants)
 
@@ -306,8 +300,7 @@ def _dx_sm90(plan: MoePlan, grid: Grid, _warps: int, span: Span) -> PreparedKern
         "GATHER": False, "COUNTER": COUNTERS["up"], "TOPK": problem.top_k, "STRIDE": 0,
         "K": problem.columns_up, "COLUMNS": columns, "OUT": PRODUCT_COLUMNS,
         "TILES_N": cdiv(columns, PRODUCT_COLUMNS), "GROUP_M": hopper.group_m,
-        "STAGES": hopper.num_stages, "LEAD": hopper.lead, "GATED": False, "INTERLEAVED": False, "ACTIVATION": "",
-        "ALPHA": 0.0, "LIMIT": 0.0, "IS_TURNED": True,
+        "STAGES": hopper.num_stages, "LEAD": hopper.lead, "ACT": Activation(), "IS_TURNED": True,
         "MATRIX_REGISTERS": registers, "PRODUCER_REGISTERS": producer_registers,
     }  # fmt: skip
     return gluon_kernel(_grouped_sm90_kernel, grid, arguments, constants)

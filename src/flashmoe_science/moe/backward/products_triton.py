@@ -20,6 +20,7 @@ from ..primitives import (
     activation_slopes,
     multiply,
     rows_inside,
+    rows_of_tile,
     rows_of_weights,
     tile_of_program,
     wide_enough,
@@ -41,32 +42,31 @@ def _dot_bias(do_rows, bias_row, mask_m, STRIDE_DK: tl.constexpr, HID: tl.conste
 @triton.jit
 def _columns_backward(
     da, product_ptr, dproduct_ptr, wh_ptr, row, mask_m, weight, first_column, wh_column,
-    INTER: tl.constexpr, COLUMNS: tl.constexpr, WH_COLUMNS: tl.constexpr,
-    GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    INTER: tl.constexpr, COLUMNS: tl.constexpr, WH_COLUMNS: tl.constexpr, ACT: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Store the gradients of N columns of dA; return <dA, h> of each row.
 
     N is small, as gate, up and their gradients need more registers than the accumulators. Interleaved columns are
     adjacent, so half as many span the same bytes of a row.
     """
-    if (2 * N if INTERLEAVED else N) > 32:
+    if (2 * N if ACT.INTERLEAVED else N) > 32:
         HALF: tl.constexpr = N // 2
         left, right = tl.split(tl.permute(tl.reshape(da, [M, 2, HALF]), (0, 2, 1)))
         sums = _columns_backward(
             left, product_ptr, dproduct_ptr, wh_ptr, row, mask_m, weight, first_column, wh_column,
-            INTER, COLUMNS, WH_COLUMNS, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, M, HALF,
+            INTER, COLUMNS, WH_COLUMNS, ACT, M, HALF,
         )  # fmt: skip
         sums += _columns_backward(
             right, product_ptr, dproduct_ptr, wh_ptr, row, mask_m, weight, first_column + HALF, wh_column + HALF,
-            INTER, COLUMNS, WH_COLUMNS, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, M, HALF,
+            INTER, COLUMNS, WH_COLUMNS, ACT, M, HALF,
         )  # fmt: skip
     else:
         offs_n = first_column + tl.arange(0, N)
         mask = mask_m[:, None] & (offs_n < INTER)[None, :]
         rows = row.to(tl.int64)[:, None] * COLUMNS
         kind = dproduct_ptr.dtype.element_ty
-        if INTERLEAVED:
+        if ACT.INTERLEAVED:
             columns = 2 * first_column + tl.arange(0, 2 * N)
             mask_both = mask_m[:, None] & (columns < COLUMNS)[None, :]
             both = tl.load(product_ptr + rows + columns[None, :], mask=mask_both, other=0.0)
@@ -74,23 +74,23 @@ def _columns_backward(
         else:
             gate = tl.load(product_ptr + rows + offs_n[None, :], mask=mask, other=0.0)
             up = gate
-            if GATED:
+            if ACT.GATED:
                 up = tl.load(product_ptr + rows + INTER + offs_n[None, :], mask=mask, other=0.0)
         gate, up = gate.to(tl.float32), up.to(tl.float32)
-        h = activate(gate, up, ACTIVATION, ALPHA, LIMIT)
+        h = activate(gate, up, ACT)
         sums = tl.sum(tl.where(mask, da * h, 0.0), 1)
         if wh_ptr is not None:
             wh = (weight[:, None] * h).to(kind)
             wh_at = wh_ptr + row.to(tl.int64)[:, None] * WH_COLUMNS + (wh_column + tl.arange(0, N))[None, :]
             tl.store(wh_at, wh, mask=mask)
-        by_gate, by_up = activation_slopes(gate, up, ACTIVATION, ALPHA, LIMIT)
+        by_gate, by_up = activation_slopes(gate, up, ACT)
         da *= weight[:, None]
         # dproduct may alias product, and another thread may have loaded an element that this one stores.
         tl.debug_barrier()
-        if INTERLEAVED:
+        if ACT.INTERLEAVED:
             both = tl.reshape(tl.join((da * by_gate).to(kind), (da * by_up).to(kind)), [M, 2 * N])
             tl.store(dproduct_ptr + rows + columns[None, :], both, mask=mask_both)
-        elif GATED:
+        elif ACT.GATED:
             tl.store(dproduct_ptr + rows + offs_n[None, :], (da * by_gate).to(kind), mask=mask)
             tl.store(dproduct_ptr + rows + INTER + offs_n[None, :], (da * by_up).to(kind), mask=mask)
         else:
@@ -112,13 +112,14 @@ def _activation_backward_kernel(
     sums_ptr,  # [P, column tiles] fp32: <dA, h> of each column tile, or None
     first_tile,  # of this launch's columns
     TOPK: tl.constexpr, HID: tl.constexpr, INTER: tl.constexpr, COLUMNS: tl.constexpr, WH_COLUMNS: tl.constexpr,
-    STRIDE_WE: tl.constexpr, STRIDE_WN: tl.constexpr, STRIDE_WK: tl.constexpr,
-    GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
+    W: tl.constexpr,  # WeightStrides: the product sums over HID, and so over N
+    ACT: tl.constexpr,  # Activation
+    TILE: tl.constexpr,  # ProductTile
+    DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_N columns of dA and the gradients that follow. Grid: (row tiles * cdiv(WH_COLUMNS, BLOCK_N),)."""
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
     TILES_N: tl.constexpr = (WH_COLUMNS + BLOCK_N - 1) // BLOCK_N
     SUMS: tl.constexpr = (INTER + BLOCK_N - 1) // BLOCK_N
     pid = tl.program_id(0)
@@ -128,27 +129,24 @@ def _activation_backward_kernel(
     tiles = tl.load(tiles_ptr)
     if pid >= tiles * TILES_N:
         return
-    pid_m, pid_n = tile_of_program(pid, tiles, TILES_N, GROUP_M)
+    pid_m, pid_n = tile_of_program(pid, tiles, TILES_N, TILE.GROUP_M)
     wh_column = pid_n * BLOCK_N
     pid_n += first_tile
-    entry = tiles_ptr + 4 + 4 * pid_m
-    expert = tl.load(entry)
-    row = tl.load(entry + 1) + tl.arange(0, BLOCK_M)
-    mask_m = row < tl.load(entry + 2)
+    expert, row, mask_m, _token = rows_of_tile(tiles_ptr, None, pid_m, "sorted", BLOCK_M)
     pair = tl.load(order_ptr + row, mask=mask_m, other=0)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     w_row = offs_n
     if INTER % BLOCK_N != 0:
-        w_row = rows_inside(offs_n, INTER, STRIDE_WK)
+        w_row = rows_inside(offs_n, INTER, W.K)
     do_rows = do_ptr + (pair // TOPK).to(tl.int64) * HID
     da = multiply(
-        do_rows, rows_of_weights(w_ptr, expert, w_row, INTER, STRIDE_WE, STRIDE_WK),
-        mask_m, 1, STRIDE_WN, HID, BLOCK_M, BLOCK_N, BLOCK_K, False, PRECISION, NUM_STAGES,
+        do_rows, rows_of_weights(w_ptr, expert, w_row, INTER, W.E, W.K),
+        mask_m, 1, W.N, HID, BLOCK_M, BLOCK_N, TILE,
     )  # fmt: skip
     weight = tl.load(weights_ptr + pair, mask=mask_m, other=0.0).to(tl.float32)
     sums = _columns_backward(
         da, product_ptr, dproduct_ptr, wh_ptr, row, mask_m, weight, pid_n * BLOCK_N, wh_column,
-        INTER, COLUMNS, WH_COLUMNS, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, BLOCK_M, BLOCK_N,
+        INTER, COLUMNS, WH_COLUMNS, ACT, BLOCK_M, BLOCK_N,
     )  # fmt: skip
     if sums_ptr is not None:
         if bias_ptr is not None:  # noqa: SIM102 - the outer condition is constexpr
@@ -168,25 +166,27 @@ def _weight_gradient_kernel(
     STRIDE_A: tl.constexpr, STRIDE_AM: tl.constexpr, STRIDE_B: tl.constexpr, STRIDE_BN: tl.constexpr,
     STRIDE_OUT: tl.constexpr,  # N, or more if N is a slice of the columns
     GATHER_A: tl.constexpr, GATHER_B: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
+    TILE: tl.constexpr,  # ProductTile
+    DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """Sum the outer products of one expert's rows. Grid: (tiles of M * tiles of N, E)."""
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
     TILES_M: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     if DEPENDENT_LAUNCH:
         gdc_wait()
         gdc_launch_dependents()
     expert = tl.program_id(1)
-    pid_m, pid_n = tile_of_program(tl.program_id(0), TILES_M, TILES_N, GROUP_M)
+    pid_m, pid_n = tile_of_program(tl.program_id(0), TILES_M, TILES_N, TILE.GROUP_M)
     first, end = tl.load(offsets_ptr + expert), tl.load(offsets_ptr + expert + 1)
     offs_m, offs_n = pid_m * BLOCK_M + tl.arange(0, BLOCK_M), pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_m, mask_n = offs_m < M, offs_n < N
     a_columns = wide_enough(offs_m, M, STRIDE_AM) * STRIDE_AM
     b_columns = wide_enough(offs_n, N, STRIDE_BN) * STRIDE_BN
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in tl.range(first, end, BLOCK_K, num_stages=NUM_STAGES):
-        row = start + tl.arange(0, BLOCK_K)
+    for start in tl.range(first, end, TILE.BLOCK_K, num_stages=TILE.NUM_STAGES):
+        row = start + tl.arange(0, TILE.BLOCK_K)
         inside = row < end
         pair = row
         if GATHER_A or GATHER_B:
@@ -197,7 +197,7 @@ def _weight_gradient_kernel(
         b_at = b_ptr + b_row[:, None] * STRIDE_B + b_columns[None, :]
         a = tl.load(a_at, mask=inside[:, None] & mask_m[None, :], other=0.0)  # [BLOCK_K, BLOCK_M]
         b = tl.load(b_at, mask=inside[:, None] & mask_n[None, :], other=0.0)  # [BLOCK_K, BLOCK_N]
-        acc = tl.dot(tl.trans(a), b, acc, input_precision=PRECISION)
+        acc = tl.dot(tl.trans(a), b, acc, input_precision=TILE.PRECISION)
     kind = out_ptr.dtype.element_ty
     base = out_ptr + expert.to(tl.int64) * M * STRIDE_OUT
     at = base + offs_m.to(tl.int64)[:, None] * STRIDE_OUT + offs_n[None, :]

@@ -21,14 +21,13 @@ def _gemv_gate_up_kernel(
     ids_ptr,  # [1, K]
     h_ptr,  # [K, INTER]
     EXPERTS: tl.constexpr, HID: tl.constexpr, INTER: tl.constexpr, COLUMNS: tl.constexpr, STRIDE_XK: tl.constexpr,
-    STRIDE_WE: tl.constexpr, STRIDE_WN: tl.constexpr, STRIDE_WK: tl.constexpr,
-    GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    W: tl.constexpr,  # WeightStrides
+    ACT: tl.constexpr,  # Activation
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_N columns of h for one expert. Grid: (K * cdiv(INTER, BLOCK_N),)."""
     TILES_N: tl.constexpr = (INTER + BLOCK_N - 1) // BLOCK_N
-    PRODUCT_N: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    PRODUCT_N: tl.constexpr = 2 * BLOCK_N if ACT.GATED else BLOCK_N
     pid = tl.program_id(0)
     pair, pid_n = pid // TILES_N, pid % TILES_N
     if DEPENDENT_LAUNCH:
@@ -40,11 +39,11 @@ def _gemv_gate_up_kernel(
     columns = pid_n * PRODUCT_N + tl.arange(0, PRODUCT_N)
     if COLUMNS % PRODUCT_N != 0:
         columns = tl.where(columns < COLUMNS, columns, 0)
-    w_row = rows_of_columns(columns, COLUMNS, GATED, INTERLEAVED)
-    offs_row = wide_enough(w_row, COLUMNS, STRIDE_WN)
+    w_row = rows_of_columns(columns, COLUMNS, ACT)
+    offs_row = wide_enough(w_row, COLUMNS, W.N)
     offs_k = tl.arange(0, BLOCK_K)
-    w_k = wide_enough(offs_k, BLOCK_K, STRIDE_WK)
-    w_ptrs = w_ptr + expert.to(tl.int64) * STRIDE_WE + offs_row[:, None] * STRIDE_WN + w_k[None, :] * STRIDE_WK
+    w_k = wide_enough(offs_k, BLOCK_K, W.K)
+    w_ptrs = w_ptr + expert.to(tl.int64) * W.E + offs_row[:, None] * W.N + w_k[None, :] * W.K
     acc = tl.zeros([PRODUCT_N, BLOCK_K], tl.float32)
     for start in tl.range(0, HID, BLOCK_K, num_stages=NUM_STAGES):
         if HID % BLOCK_K == 0:
@@ -55,15 +54,15 @@ def _gemv_gate_up_kernel(
             x = tl.load(x_ptr + wide_enough(start + offs_k, HID, STRIDE_XK) * STRIDE_XK, mask=mask_k, other=0.0)
             w = tl.load(w_ptrs, mask=mask_k[None, :], other=0.0)
         acc += w.to(tl.float32) * x.to(tl.float32)[None, :]
-        w_ptrs += BLOCK_K * STRIDE_WK
+        w_ptrs += BLOCK_K * W.K
     product = tl.sum(acc, 1)  # [PRODUCT_N]
     if bias_ptr is not None:
         product += tl.load(bias_ptr + expert.to(tl.int64) * COLUMNS + w_row).to(tl.float32)
-    if GATED:
+    if ACT.GATED:
         gate, up = tl.split(tl.reshape(product, [BLOCK_N, 2]))
     else:
         gate, up = product, product
-    h = activate(gate, up, ACTIVATION, ALPHA, LIMIT)
+    h = activate(gate, up, ACT)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     tl.store(h_ptr + pair * INTER + offs_n, h.to(h_ptr.dtype.element_ty), mask=offs_n < INTER)
 
@@ -71,7 +70,7 @@ def _gemv_gate_up_kernel(
 @triton.jit
 def _weights_of_steps(
     w_rows, ids_ptr, first, EXPERTS: tl.constexpr, TOPK: tl.constexpr, INTER: tl.constexpr,
-    STRIDE_WE: tl.constexpr, STRIDE_WK: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
+    W: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Load weights [STEPS, BLOCK_N, BLOCK_K] from step ``first`` on; steps run through one expert after another."""
     OF_EXPERT: tl.constexpr = (INTER + BLOCK_K - 1) // BLOCK_K
@@ -80,7 +79,7 @@ def _weights_of_steps(
     k = (step % OF_EXPERT * BLOCK_K)[:, None] + tl.arange(0, BLOCK_K)[None, :]  # [STEPS, BLOCK_K]
     expert = expert_of_ids(tl.load(ids_ptr + pair, mask=pair < TOPK, other=-1), EXPERTS)
     mask = (expert < EXPERTS)[:, None] & (k < INTER)
-    at = (expert.to(tl.int64) * STRIDE_WE)[:, None] + wide_enough(k, INTER, STRIDE_WK) * STRIDE_WK
+    at = (expert.to(tl.int64) * W.E)[:, None] + wide_enough(k, INTER, W.K) * W.K
     return tl.load(w_rows[None, :, None] + at[:, None, :], mask=mask[:, None, :], other=0.0)
 
 
@@ -95,7 +94,7 @@ def _gemv_down_kernel(
     shared_weights_ptr,  # [1, S], or None
     out_ptr,  # [1, HID]
     EXPERTS: tl.constexpr, TOPK: tl.constexpr, HID: tl.constexpr, INTER: tl.constexpr, SHARED: tl.constexpr,
-    STRIDE_WE: tl.constexpr, STRIDE_WN: tl.constexpr, STRIDE_WK: tl.constexpr,
+    W: tl.constexpr,  # WeightStrides
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_N columns of the output, STEPS reduction steps at a time. Grid: (cdiv(HID, BLOCK_N),)."""
@@ -104,9 +103,9 @@ def _gemv_down_kernel(
     w_row = offs_n
     if HID % BLOCK_N != 0:
         w_row = tl.where(offs_n < HID, offs_n, 0)
-    w_rows = w_ptr + wide_enough(w_row, HID, STRIDE_WN) * STRIDE_WN
+    w_rows = w_ptr + wide_enough(w_row, HID, W.N) * W.N
     # Load before the wait: only h comes from the previous kernel, which itself waited for ids and weights.
-    w = _weights_of_steps(w_rows, ids_ptr, 0, EXPERTS, TOPK, INTER, STRIDE_WE, STRIDE_WK, BLOCK_K, STEPS)
+    w = _weights_of_steps(w_rows, ids_ptr, 0, EXPERTS, TOPK, INTER, W, BLOCK_K, STEPS)
     if DEPENDENT_LAUNCH:
         gdc_wait()
         gdc_launch_dependents()
@@ -114,7 +113,7 @@ def _gemv_down_kernel(
     for first in tl.range(0, TOPK * OF_EXPERT, STEPS):
         here = w
         w = _weights_of_steps(
-            w_rows, ids_ptr, first + STEPS, EXPERTS, TOPK, INTER, STRIDE_WE, STRIDE_WK, BLOCK_K, STEPS
+            w_rows, ids_ptr, first + STEPS, EXPERTS, TOPK, INTER, W, BLOCK_K, STEPS
         )  # fmt: skip
         step = first + tl.arange(0, STEPS)
         pair = step // OF_EXPERT

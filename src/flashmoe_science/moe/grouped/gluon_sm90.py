@@ -34,6 +34,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...gpu.gluon_sm90 import (
     hide_from_compiler,
     lap_of,
+    make_barriers,
+    make_tiles,
     named_barrier,
     slot_of,
     special_register,
@@ -48,7 +50,9 @@ from ..primitives_sm90 import (
     RAGGED,
     ROWS,
     TILES,
+    Activation,
     Mailbox,
+    activation_of,
     draw_tile,
     left_and_right,
     make_mailbox,
@@ -92,11 +96,7 @@ class Args:
     GROUP_M: gl.constexpr
     STAGES: gl.constexpr
     LEAD: gl.constexpr
-    GATED: gl.constexpr
-    INTERLEAVED: gl.constexpr
-    ACTIVATION: gl.constexpr
-    ALPHA: gl.constexpr
-    LIMIT: gl.constexpr
+    ACT: Activation
     PRODUCERS: gl.constexpr  # threads
     IS_TURNED: gl.constexpr  # the weights are [E, K, COLUMNS]
     KEEPS: gl.constexpr  # the product is stored too
@@ -179,7 +179,7 @@ def _add_bias(acc, a, n):
     if a.HAS_BIAS:
         product = gl.arange(0, PRODUCT, gl.SliceLayout(0, layout))
         column = a.tiles.read(n, 3)
-        if a.GATED and not a.INTERLEAVED:
+        if a.ACT.GATED and not a.ACT.INTERLEAVED:
             HALF: gl.constexpr = PRODUCT // 2
             INTER: gl.constexpr = a.COLUMNS // 2
             inner = column * HALF + product % HALF
@@ -197,17 +197,17 @@ def _add_bias(acc, a, n):
 def _finish(acc, a):
     """Return the output of a tile, after the activation if there is one."""
     PRODUCT: gl.constexpr = acc.shape[1]
-    if a.GATED:
-        if a.INTERLEAVED:
+    if a.ACT.GATED:
+        if a.ACT.INTERLEAVED:
             gate, up = gl.split(acc.reshape([ROWS, PRODUCT // 2, 2]))
         else:
             gate, up = left_and_right(acc)
-        if a.ACTIVATION == "swiglu":
+        if a.ACT.KIND == "swiglu":
             out = gate * sigmoid(gate) * up
         else:
-            out = activate(gate, up, a.ACTIVATION, a.ALPHA, a.LIMIT)
-    elif a.ACTIVATION != "":
-        out = activate(acc, acc, a.ACTIVATION, a.ALPHA, a.LIMIT)
+            out = activate(gate, up, a.ACT)
+    elif a.ACT.KIND != "":
+        out = activate(acc, acc, a.ACT)
     else:
         out = acc
     return out
@@ -229,7 +229,7 @@ def _store(desc, x, a, first, size, part, column, FIRST: gl.constexpr, W: gl.con
 @gluon.jit
 def _store_product(acc, a, first, size, column, W: gl.constexpr):
     """Store the product for gradients, with gate and up in the order of the weights."""
-    if a.GATED and not a.INTERLEAVED:
+    if a.ACT.GATED and not a.ACT.INTERLEAVED:
         gate, up = left_and_right(acc)
         _store(a.product_desc, gate, a, first, size, 0, column * a.OUT, 0, W)
         _store(a.product_desc, up, a, first, size, 1, column * a.OUT, 0, W)
@@ -296,9 +296,8 @@ def _grouped_sm90_kernel(
     GATHER: gl.constexpr, COUNTER: gl.constexpr, TOPK: gl.constexpr, STRIDE: gl.constexpr,
     K: gl.constexpr, COLUMNS: gl.constexpr, OUT: gl.constexpr, TILES_N: gl.constexpr, GROUP_M: gl.constexpr,
     STAGES: gl.constexpr, LEAD: gl.constexpr,
-    GATED: gl.constexpr, INTERLEAVED: gl.constexpr,
-    ACTIVATION: gl.constexpr,  # "": the second product
-    ALPHA: gl.constexpr, LIMIT: gl.constexpr, IS_TURNED: gl.constexpr,
+    ACT: gl.constexpr,  # Activation; none: the second product
+    IS_TURNED: gl.constexpr,
     MATRIX_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute one product. Grid: (programs,), persistent."""
@@ -312,11 +311,9 @@ def _grouped_sm90_kernel(
     PRODUCT: gl.constexpr = TILE[3] if IS_TURNED else TILE[1] * TILE[2]
     a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_K], w_desc.dtype)
     a_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], a_layout)
-    w_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
-    out_bufs = gl.allocate_shared_memory(out_desc.dtype, [4] + out_desc.block_type.shape, out_desc.layout)
-    ready_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(ready_bars.index(slot), count=129 if GATHER else 1)
+    w_bufs = make_tiles(w_desc, STAGES)
+    out_bufs = make_tiles(out_desc, 4)
+    ready_bars = make_barriers(STAGES, 129 if GATHER else 1)
     tiles = make_mailbox(PRODUCERS)
     fence_async_shared()  # make the barriers visible to TMA
     a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
@@ -324,8 +321,8 @@ def _grouped_sm90_kernel(
         product_desc if KEEPS else out_desc,
         bias_ptr if HAS_BIAS else tiles_ptr, tiles_ptr, order_ptr if GATHER else tiles_ptr, drawn,
         a_bufs, w_bufs, out_bufs, ready_bars, tiles,
-        GATHER, HAS_BIAS, COUNTER, TOPK, STRIDE, K, COLUMNS, PRODUCT, OUT, TILES_N, GROUP_M, STAGES, LEAD, GATED,
-        INTERLEAVED, ACTIVATION, ALPHA, LIMIT, PRODUCERS, IS_TURNED, KEEPS,
+        GATHER, HAS_BIAS, COUNTER, TOPK, STRIDE, K, COLUMNS, PRODUCT, OUT, TILES_N, GROUP_M, STAGES, LEAD,
+        activation_of(ACT), PRODUCERS, IS_TURNED, KEEPS,
     )  # fmt: skip
     gl.warp_specialize(
         [(_multiply_partition, (a, 0)), (_multiply_partition, (a, 1)), (_load_partition, (a,))],

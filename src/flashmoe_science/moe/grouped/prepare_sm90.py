@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...gpu.signature import Argument, Descriptor, Pointer, PreparedKernel, Scalar, kernel_source, prepare_kernel
+from ..kernel_arguments import Activation
 from ..plan import MoePlan
 from ..problem import MoeProblem
 from ..tiles import HopperConfig
@@ -102,11 +103,9 @@ def product(plan: MoePlan, grid: Grid, which: str) -> PreparedKernel:
         "GROUP_M": config.group_m,
         "STAGES": config.num_stages,
         "LEAD": config.lead,
-        "GATED": gated,
-        "INTERLEAVED": gated and problem.interleaved,
-        "ACTIVATION": problem.activation if is_up else "",
-        "ALPHA": problem.alpha,
-        "LIMIT": problem.limit,
+        "ACT": Activation(
+            problem.activation if is_up else "", gated, gated and problem.interleaved, problem.alpha, problem.limit
+        ),
         "IS_TURNED": False,
         "MATRIX_REGISTERS": registers,
         "PRODUCER_REGISTERS": producer_registers,

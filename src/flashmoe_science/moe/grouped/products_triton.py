@@ -22,6 +22,7 @@ from ..primitives import (
     multiply,
     rows_inside,
     rows_of_columns,
+    rows_of_tile,
     rows_of_weights,
     tile_of_program,
 )
@@ -30,39 +31,36 @@ from ..primitives import (
 @triton.jit
 def _gate_up_tile(
     x_ptr, w_ptr, bias_ptr, product_ptr, h_ptr, expert, token, row, mask_m, pid_n,
-    HID: tl.constexpr, INTER: tl.constexpr, COLUMNS: tl.constexpr,
-    STRIDE_XT: tl.constexpr, STRIDE_XK: tl.constexpr,
-    STRIDE_WE: tl.constexpr, STRIDE_WN: tl.constexpr, STRIDE_WK: tl.constexpr,
-    GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr,
-    PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
+    HID: tl.constexpr, INTER: tl.constexpr, COLUMNS: tl.constexpr, STRIDE_XT: tl.constexpr, STRIDE_XK: tl.constexpr,
+    W: tl.constexpr, ACT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_N columns of h for rows of one expert."""
-    PRODUCT_N: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    # Triton 3.6 takes names of constants in lists, not fields of groups.
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
+    PRODUCT_N: tl.constexpr = 2 * BLOCK_N if ACT.GATED else BLOCK_N
     columns = pid_n * PRODUCT_N + tl.arange(0, PRODUCT_N)
     if COLUMNS % PRODUCT_N != 0:
         columns = tl.where(columns < COLUMNS, columns, 0)
-    w_row = rows_of_columns(columns, COLUMNS, GATED, INTERLEAVED)
+    w_row = rows_of_columns(columns, COLUMNS, ACT)
     acc = multiply(
-        x_ptr + token.to(tl.int64) * STRIDE_XT,
-        rows_of_weights(w_ptr, expert, w_row, COLUMNS, STRIDE_WE, STRIDE_WN),
-        mask_m, STRIDE_XK, STRIDE_WK, HID, BLOCK_M, PRODUCT_N, BLOCK_K, SWAP, PRECISION, NUM_STAGES,
+        x_ptr + token.to(tl.int64) * STRIDE_XT, rows_of_weights(w_ptr, expert, w_row, COLUMNS, W.E, W.N),
+        mask_m, STRIDE_XK, W.K, HID, BLOCK_M, PRODUCT_N, TILE,
     )  # fmt: skip
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + expert.to(tl.int64) * COLUMNS + w_row).to(tl.float32)[None, :]
-    if GATED:
+    if ACT.GATED:
         gate, up = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_N, 2]))
     else:
         gate, up = acc, acc
-    h = activate(gate, up, ACTIVATION, ALPHA, LIMIT)
+    h = activate(gate, up, ACT)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = mask_m[:, None]
     if INTER % BLOCK_N != 0:
         mask = mask & (offs_n[None, :] < INTER)
     if product_ptr is not None:
         kind = product_ptr.dtype.element_ty
-        if GATED and not INTERLEAVED:
+        if ACT.GATED and not ACT.INTERLEAVED:
             at = product_ptr + row.to(tl.int64)[:, None] * COLUMNS + offs_n[None, :]
             tl.store(at, gate.to(kind), mask=mask)
             tl.store(at + INTER, up.to(kind), mask=mask)
@@ -76,20 +74,17 @@ def _gate_up_tile(
 @triton.jit
 def _down_tile(
     h_ptr, w_ptr, bias_ptr, y_ptr, expert, row, mask_m, pid_n,
-    HID: tl.constexpr, INTER: tl.constexpr,
-    STRIDE_WE: tl.constexpr, STRIDE_WN: tl.constexpr, STRIDE_WK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr,
-    PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
+    HID: tl.constexpr, INTER: tl.constexpr, W: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_N columns of y for rows of one expert."""
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     w_row = offs_n
     if HID % BLOCK_N != 0:
-        w_row = rows_inside(offs_n, HID, STRIDE_WN)
+        w_row = rows_inside(offs_n, HID, W.N)
     acc = multiply(
-        h_ptr + row.to(tl.int64) * INTER,
-        rows_of_weights(w_ptr, expert, w_row, HID, STRIDE_WE, STRIDE_WN),
-        mask_m, 1, STRIDE_WK, INTER, BLOCK_M, BLOCK_N, BLOCK_K, SWAP, PRECISION, NUM_STAGES,
+        h_ptr + row.to(tl.int64) * INTER, rows_of_weights(w_ptr, expert, w_row, HID, W.E, W.N),
+        mask_m, 1, W.K, INTER, TILE.BLOCK_M, BLOCK_N, TILE,
     )  # fmt: skip
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + expert.to(tl.int64) * HID + w_row).to(tl.float32)[None, :]
@@ -142,15 +137,16 @@ def _gate_up_kernel(
     tokens,
     EXPERTS: tl.constexpr, TOPK: tl.constexpr, HID: tl.constexpr, INTER: tl.constexpr, COLUMNS: tl.constexpr,
     STRIDE_XT: tl.constexpr, STRIDE_XK: tl.constexpr,
-    STRIDE_WE: tl.constexpr, STRIDE_WN: tl.constexpr, STRIDE_WK: tl.constexpr,
-    GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    ROWS: tl.constexpr, BY_EXPERT: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SWAP: tl.constexpr,
-    PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
+    W: tl.constexpr,  # WeightStrides
+    ACT: tl.constexpr,  # Activation
+    ROWS: tl.constexpr,  # "sorted", "few" or "all"
+    BY_EXPERT: tl.constexpr, BLOCK_P: tl.constexpr,  # "few": as ``_find_expert`` takes them
+    TILE: tl.constexpr,  # ProductTile
+    DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of h = activation(x @ w.T + bias). Grid: (row tiles, or slots, * cdiv(INTER, BLOCK_N),)."""
-    TILES_N: tl.constexpr = (INTER + BLOCK_N - 1) // BLOCK_N
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    TILES_N: tl.constexpr = (INTER + TILE.BLOCK_N - 1) // TILE.BLOCK_N
     pid = tl.program_id(0)
     if DEPENDENT_LAUNCH:
         gdc_wait()
@@ -162,34 +158,22 @@ def _gate_up_kernel(
             _gate_up_tile(
                 x_ptr, w_ptr, bias_ptr, product_ptr, h_ptr, expert, pair // TOPK, pair,
                 first + tl.arange(0, BLOCK_M) < count, pid % TILES_N,
-                HID, INTER, COLUMNS, STRIDE_XT, STRIDE_XK, STRIDE_WE, STRIDE_WN, STRIDE_WK, GATED,
-                INTERLEAVED, ACTIVATION, ALPHA, LIMIT, BLOCK_M, BLOCK_N, BLOCK_K, SWAP, PRECISION, NUM_STAGES,
+                HID, INTER, COLUMNS, STRIDE_XT, STRIDE_XK, W, ACT, TILE,
             )  # fmt: skip
         return
-    tiles_m = tl.cdiv(tokens, BLOCK_M)
     if ROWS == "sorted":
         tiles = tl.load(tiles_ptr)
     else:
-        tiles = tiles_m * EXPERTS
+        tiles = tl.cdiv(tokens, BLOCK_M) * EXPERTS
     if pid >= tiles * TILES_N:
         return
-    pid_m, pid_n = tile_of_program(pid, tiles, TILES_N, GROUP_M)
+    pid_m, pid_n = tile_of_program(pid, tiles, TILES_N, TILE.GROUP_M)
+    expert, row, mask_m, token = rows_of_tile(tiles_ptr, tokens, pid_m, ROWS, BLOCK_M)
     if ROWS == "sorted":
-        entry = tiles_ptr + 4 + 4 * pid_m
-        expert = tl.load(entry)
-        row = tl.load(entry + 1) + tl.arange(0, BLOCK_M)
-        mask_m = row < tl.load(entry + 2)
         token = tl.load(order_ptr + row, mask=mask_m, other=0) // TOPK
-    else:
-        expert = pid_m // tiles_m
-        token = pid_m % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
-        mask_m = token < tokens
-        row = expert * tokens + token
     _gate_up_tile(
-        x_ptr, w_ptr, bias_ptr, product_ptr, h_ptr, expert, token, row, mask_m, pid_n, HID, INTER, COLUMNS,
-        STRIDE_XT, STRIDE_XK, STRIDE_WE, STRIDE_WN, STRIDE_WK, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT,
-        BLOCK_M, BLOCK_N, BLOCK_K, SWAP,
-        PRECISION, NUM_STAGES,
+        x_ptr, w_ptr, bias_ptr, product_ptr, h_ptr, expert, token, row, mask_m, pid_n,
+        HID, INTER, COLUMNS, STRIDE_XT, STRIDE_XK, W, ACT, TILE,
     )  # fmt: skip
 
 
@@ -203,13 +187,13 @@ def _down_kernel(
     y_ptr,  # [P, HID], rows as those of h
     tokens,
     EXPERTS: tl.constexpr, TOPK: tl.constexpr, HID: tl.constexpr, INTER: tl.constexpr,
-    STRIDE_WE: tl.constexpr, STRIDE_WN: tl.constexpr, STRIDE_WK: tl.constexpr,
-    ROWS: tl.constexpr, BY_EXPERT: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SWAP: tl.constexpr,
-    PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
+    W: tl.constexpr,  # as in ``_gate_up_kernel``, like all below
+    ROWS: tl.constexpr, BY_EXPERT: tl.constexpr, BLOCK_P: tl.constexpr, TILE: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of y = h @ w.T + bias. Grid: (row tiles, or slots, * cdiv(HID, BLOCK_N),)."""
-    TILES_N: tl.constexpr = (HID + BLOCK_N - 1) // BLOCK_N
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    TILES_N: tl.constexpr = (HID + TILE.BLOCK_N - 1) // TILE.BLOCK_N
     pid = tl.program_id(0)
     if DEPENDENT_LAUNCH:
         gdc_wait()
@@ -220,28 +204,15 @@ def _down_kernel(
             pair = _pairs_of_rows(number, first, BLOCK_M, BLOCK_P)
             _down_tile(
                 h_ptr, w_ptr, bias_ptr, y_ptr, expert, pair, first + tl.arange(0, BLOCK_M) < count, pid % TILES_N,
-                HID, INTER, STRIDE_WE, STRIDE_WN, STRIDE_WK, BLOCK_M, BLOCK_N, BLOCK_K, SWAP, PRECISION, NUM_STAGES,
+                HID, INTER, W, TILE,
             )  # fmt: skip
         return
-    tiles_m = tl.cdiv(tokens, BLOCK_M)
     if ROWS == "sorted":
         tiles = tl.load(tiles_ptr)
     else:
-        tiles = tiles_m * EXPERTS
+        tiles = tl.cdiv(tokens, BLOCK_M) * EXPERTS
     if pid >= tiles * TILES_N:
         return
-    pid_m, pid_n = tile_of_program(pid, tiles, TILES_N, GROUP_M)
-    if ROWS == "sorted":
-        entry = tiles_ptr + 4 + 4 * pid_m
-        expert = tl.load(entry)
-        row = tl.load(entry + 1) + tl.arange(0, BLOCK_M)
-        mask_m = row < tl.load(entry + 2)
-    else:
-        expert = pid_m // tiles_m
-        token = pid_m % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
-        mask_m = token < tokens
-        row = expert * tokens + token
-    _down_tile(
-        h_ptr, w_ptr, bias_ptr, y_ptr, expert, row, mask_m, pid_n, HID, INTER, STRIDE_WE, STRIDE_WN, STRIDE_WK,
-        BLOCK_M, BLOCK_N, BLOCK_K, SWAP, PRECISION, NUM_STAGES,
-    )  # fmt: skip
+    pid_m, pid_n = tile_of_program(pid, tiles, TILES_N, TILE.GROUP_M)
+    expert, row, mask_m, _token = rows_of_tile(tiles_ptr, tokens, pid_m, ROWS, BLOCK_M)
+    _down_tile(h_ptr, w_ptr, bias_ptr, y_ptr, expert, row, mask_m, pid_n, HID, INTER, W, TILE)
