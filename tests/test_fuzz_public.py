@@ -586,6 +586,15 @@ def is_plain(given: Arguments) -> bool:
     )
 
 
+def as_ours(name: str, value: Any) -> Any:
+    """Return an option as references take it: they know no scalars of numpy, and no softcap below 0."""
+    if isinstance(value, (np.generic, np.ndarray)):
+        value = tuple(value.tolist()) if value.ndim else value.item()
+    if name == "softcap" and type(value) in (int, float):
+        value = max(0.0, value)
+    return float(value) if "scale" in name and type(value) is int else value
+
+
 def check(entry: str, rng: random.Random, *, unchanged: bool = False) -> str:
     """Make one call with changes. Return what came of it."""
     call, make, exact = ENTRIES[entry]
@@ -608,7 +617,7 @@ def check(entry: str, rng: random.Random, *, unchanged: bool = False) -> str:
     if exact is None or not is_plain(given):
         return "served"
     given.update(before)
-    given.update({name: float(value) for name, value in given.items() if "scale" in name and type(value) is int})
+    given.update({name: as_ours(name, value) for name, value in given.items()})
     try:
         expected = exact(given)
     except Exception as error:

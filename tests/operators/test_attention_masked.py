@@ -28,7 +28,8 @@ def problem_of(kind: str) -> Any:
 
 def test_every_kind_is_tried():
     assert set(SIZES) == set(KINDS)
-    assert {case.problem.mask for case in load_suite("masks").cases} == set(KINDS)
+    problems: list[Any] = [case.problem for case in load_suite("masks").cases]
+    assert {problem.mask for problem in problems} == set(KINDS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -36,7 +37,7 @@ def test_the_mask_is_what_the_function_says(kind):
     problem = problem_of(kind)
     mask, shown = problem.make_mask("cpu")
     dense = mask.to_dense()
-    assert torch.equal(dense, create_mask(shown, None, None, *dense.shape[2:], device="cpu"))
+    assert torch.equal(dense, create_mask(shown, None, None, dense.shape[2], dense.shape[3], device="cpu"))
     assert problem.visible == dense.sum()
     assert OPERATOR.parse_case(OPERATOR.as_table(problem)) == problem
 

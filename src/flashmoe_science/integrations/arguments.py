@@ -7,9 +7,11 @@ only they can know, as it lies in tensors of lengths or pages, ``call_by_names``
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +28,8 @@ _FLOATS = "float16, bfloat16 or float32"
 _COUNTED = {"Sk": "keys", "Tk": "tokens", "pages": "pages"}
 
 Named = tuple[str, Tensor]
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def blame(check: Callable[..., object], *arguments: Any) -> None:
@@ -34,6 +38,25 @@ def blame(check: Callable[..., object], *arguments: Any) -> None:
         check(*arguments)
     except (InputError, UnsupportedError) as error:
         raise error from None
+
+
+def blames_tensors(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Raise what ``check_tensor`` does of an argument, where a call fails with an error that is not ours."""
+    names = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def called(*arguments: _P.args, **named: _P.kwargs) -> _R:
+        try:
+            return function(*arguments, **named)
+        except (InputError, UnsupportedError):
+            raise
+        except Exception:
+            for name, value in {**dict(zip(names, arguments, strict=False)), **named}.items():
+                if isinstance(value, Tensor):
+                    blame(check_tensor, name, value)
+            raise
+
+    return called
 
 
 def plain(value: Any) -> Any:

@@ -25,6 +25,7 @@ from .arguments import (
     as_scale,
     as_softcap,
     as_window,
+    blames_tensors,
     call_by_names,
     check_count,
     check_kinds,
@@ -40,6 +41,7 @@ __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "f
 _CACHE_NAMES = {"leftpad_k": "cache_leftpad", "seqused_k": "cache_seqlens"}
 
 
+@blames_tensors
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -74,6 +76,7 @@ def flash_attn_func(
     return (result[0].transpose(1, 2), result[1]) if return_lse else result.transpose(1, 2)
 
 
+@blames_tensors
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -114,6 +117,7 @@ def flash_attn_varlen_func(
     )  # fmt: skip
 
 
+@blames_tensors
 def flash_attn_combine(
     out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -140,6 +144,7 @@ def flash_attn_combine(
     return found
 
 
+@blames_tensors
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,

@@ -206,6 +206,7 @@ def _check_tensors(query: Any, key: Any, value: Any, attn_mask: Any, enable_gqa:
     _leading(*shapes, enable_gqa=enable_gqa)
     if type(attn_mask).__name__ == "CausalBias":  # it has no elements
         return
+    check_kinds(attn_mask=attn_mask)
     if isinstance(attn_mask, Tensor) and attn_mask.device.type == "cpu":  # it is copied
         first = ("query", attn_mask)
     if not (isinstance(attn_mask, Tensor) and attn_mask.dtype == query.dtype == torch.float64):

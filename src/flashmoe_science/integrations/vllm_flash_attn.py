@@ -22,6 +22,7 @@ from .arguments import (
     as_scale,
     as_softcap,
     as_window,
+    blames_tensors,
     call_by_names,
     check_count,
     check_kinds,
@@ -38,6 +39,7 @@ _NAMES = {"alibi": "alibi_slopes", "page_table": "block_table", "sinks": "s_aux"
 _VERSIONS = (2, 3, 4)
 
 
+@blames_tensors
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
