@@ -102,6 +102,29 @@ def test_lengths_in_use(dims):
     )  # fmt: skip
 
 
+def test_queries_alone_where_sequences_share_keys():
+    """Keys of one's own are asked for where dK and dV are."""
+    q, k, v = (torch.randn(300, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    starts_q, starts_k, used = (
+        torch.tensor(numbers, device="cuda", dtype=torch.int32) for numbers in ([0, 200, 300], [0, 50, 300], [250, 250])
+    )
+    q.requires_grad_()
+    o = flash_attention_varlen(q, k, v, starts_q, starts_k, 200, 250, seqused_k=used)
+    (dq,) = torch.autograd.grad(o.sum(), q)
+    assert dq.isfinite().all()
+
+
+def test_sinks_without_keys():
+    """The LSE of each row is its sink."""
+    q = torch.randn(5, 2, 64, device="cuda", dtype=torch.bfloat16)
+    k = torch.empty(0, 2, 64, device="cuda", dtype=torch.bfloat16)
+    starts = torch.tensor([0, 5], device="cuda", dtype=torch.int32)
+    sinks = torch.randn(2, device="cuda").requires_grad_()
+    _, lse = flash_attention_varlen(q, k, k, starts, starts * 0, 5, 1, sinks=sinks, return_lse=True)
+    (dsinks,) = torch.autograd.grad(lse.sum(), sinks)
+    assert dsinks.tolist() == [5.0, 5.0]
+
+
 @pytest.mark.parametrize("sinks", ["bf16", "fp32"])
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("name", ["unlike", "empty", "long-tail"])

@@ -113,6 +113,20 @@ def test_what_breaks_the_contract_is_refused_by_name(changes, message):
         explain_with_kv_cache(**call(**changes))
 
 
+def test_scales_that_are_written_do_not_share_memory():
+    scales = torch.ones(3, 4, 2, 2)
+    flash_attention_with_kv_cache(**call(k_scale=scales[..., 0], v_scale=scales[..., 1]))
+    with pytest.raises(InputError, match="v_scale must have memory of its own"):
+        flash_attention_with_kv_cache(**call(k_scale=scales[..., 0], v_scale=scales[..., 0]))
+
+
+def test_expanded_scales_are_compiled_too():
+    given = call(k_scale=torch.tensor([2.0]).expand(2))
+    expected = flash_attention_with_kv_cache(**given)
+    compiled = torch.compile(flash_attention_with_kv_cache, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(**given), expected)
+
+
 def test_values_that_are_columns_of_the_keys_have_their_scale():
     cache = torch.zeros(2, 4, 1, 8, dtype=FP8)
     q = torch.ones(2, 4, 1, 8)

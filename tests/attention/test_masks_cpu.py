@@ -126,6 +126,8 @@ BAD: dict[str, tuple[Any, str]] = {
     "lengths": (lambda: Made.prefix(torch.ones(2, 2, dtype=torch.int64), 4), "lengths must be int32 or int64"),
     "seqlen": (lambda: Made.prefix(torch.ones(2, dtype=torch.int64), 4.0), "seqlen must be an integer"),
     "parents": (lambda: Made.tree([0, 1]), "parents must be a torch.Tensor, got list"),
+    "parents behind the last": (lambda: Made.tree(torch.tensor([-1, 2])), "parents must be from -1 (none) to 1"),
+    "parents before -1": (lambda: Made.tree(torch.tensor([-1, -2])), "parents must be from -1 (none) to 1"),
     "indices": (lambda: Made.blocks(torch.zeros(1, 1, 2, 1).int(), 128, 100, 100), "for each of 1 blocks of"),
     "size": (lambda: Made.blocks(torch.zeros(1, 1, 1, 1).int(), 96, 90, 90), "block_size must be a multiple of"),
 }  # fmt: skip
@@ -151,6 +153,29 @@ def test_a_mask_of_torch_is_converted_once_unless_it_changes():
     mask.kv_num_blocks.zero_()
     assert BlockMask.from_torch(mask) is not first
     assert not BlockMask.from_torch(mask).to_dense()[:, :, :256, :128].logical_not().all()  # full blocks stayed
+    mask = create_block_mask(lambda b, h, row, key: row >= key, None, None, 300, 300, device="cpu")
+    first = BlockMask.from_torch(mask)
+    mask.mask_mod = lambda b, h, row, key: row > key
+    assert torch.equal(BlockMask.from_torch(mask).to_dense(), first.to_dense().tril(-1))
+
+
+def test_part_of_a_mask_of_torch_is_refused_by_name():
+    mask = create_block_mask(lambda b, h, row, key: row >= key, None, None, 300, 300, device="cpu")
+    with pytest.raises(InputError, match="mask must have a list for each of 3 blocks of queries, got 2"):
+        BlockMask.from_torch(mask[:, :, torch.tensor([0, 2])])
+
+
+def test_a_mask_made_in_inference_mode_serves_training():
+    torchs = create_block_mask(lambda b, h, row, key: row >= key, None, None, 30, 30, device="cpu")
+    with torch.inference_mode():
+        masks = [
+            BlockMask.from_torch(torchs),
+            BlockMask.documents(torch.zeros(30, dtype=torch.int32)),
+            BlockMask.blocks(torch.zeros(1, 1, 1, 1, dtype=torch.int32), 128, 30, 30),
+        ]
+    q, k, v = (torch.randn(1, 2, 30, 8, requires_grad=True) for _ in range(3))
+    for mask in masks:
+        flash_attention(q, k, v, mask=mask).sum().backward()
 
 
 def test_plans_choose_the_kernels_of_masks():

@@ -19,7 +19,7 @@ from flashmoe_science import (
     flash_attention_with_kv_cache,
     merge_attention_states,
 )
-from flashmoe_science.attention.decode.merge import _kernel, _launch
+from flashmoe_science.attention.decode.merge import _kernel, _launch, run_merge
 
 from .merge_cases import MERGE_CASES, make_parts
 from .merge_checks import assert_merged, merged_exactly
@@ -138,6 +138,13 @@ def test_a_compiled_call_gives_the_same():
     compiled = torch.compile(merge_attention_states, fullgraph=True, backend="eager")
     for found, expected in zip(compiled(outs, lses), merge_attention_states(outs, lses), strict=True):
         torch.testing.assert_close(found, expected)
+
+
+def test_one_part_without_keys_gives_0():
+    o, lse = torch.full((1, 1, 2, 8), torch.nan), torch.tensor([[[-torch.inf, -torch.inf]]])
+    for found in (merge_attention_states([o], [lse]), run_merge([o], [lse])):
+        assert not found[0].any()
+        assert torch.equal(found[1], lse)
 
 
 HALF = torch.ones(2, 3, 5, 8, dtype=torch.float16)

@@ -111,6 +111,14 @@ def test_out_may_be_a_view_or_the_queries():
     torch.testing.assert_close(call["q"], expected)
 
 
+def test_out_with_gradients_is_refused_by_name():
+    q, starts = torch.randn(8, 4, 16, requires_grad=True), ints(0, 3, 8)
+    with pytest.raises(UnsupportedError, match="out has no gradients, and they are required of an input"):
+        flash_attn_varlen_func(q, q, q, 5, starts, 5, starts, out=torch.empty(8, 4, 16))
+    with torch.no_grad():
+        flash_attn_varlen_func(q, q, q, 5, starts, 5, starts, out=torch.empty(8, 4, 16), num_splits=4, fa_version=3)
+
+
 def test_packed_keys_without_pages():
     q, k, v = torch.randn(9, 4, 16), torch.randn(11, 2, 16), torch.randn(11, 2, 16)
     starts_q, starts_k = ints(0, 4, 9), ints(0, 5, 11)
@@ -128,7 +136,6 @@ def test_packed_keys_without_pages():
         ({"cp_rank": 1}, UnsupportedError, "cp_rank is not served, got 1"),
         ({"cp_tot_seqused_k": ints(1)}, UnsupportedError, "cp_tot_seqused_k is not served, got a tensor"),
         ({"return_attn_probs": True}, UnsupportedError, "return_attn_probs is not served, got True"),
-        ({"num_splits": 4}, UnsupportedError, "num_splits is not served, got 4"),
         ({"num_splits": -1}, InputError, "num_splits must be an integer from 0 to"),
         ({"fa_version": 5}, InputError, "fa_version must be one of 2, 3, 4, got 5"),
         ({"window_size": [1]}, InputError, "window_size must be two integers"),
@@ -239,6 +246,9 @@ def test_combine_of_fa3():
     torch.testing.assert_close(lse, lses.logsumexp(0))
     with pytest.raises(InputError, match="lse_partial must be a float32 tensor of 4 dimensions"):
         flash_attn_3.flash_attn_combine(parts, lses[0])
+    for bad in (torch.int32, "bf16"):
+        with pytest.raises(InputError, match="out_dtype must be None, float16, bfloat16 or float32"):
+            flash_attn_3.flash_attn_combine(parts, lses, out_dtype=bad)
 
 
 @pytest.mark.parametrize(

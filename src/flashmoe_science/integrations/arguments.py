@@ -403,7 +403,8 @@ def refuse_given(**options: object) -> None:
 def write_out(out: Any, found: Any) -> Any:
     """Return what a call gives, o or o and LSE, with o written to ``out`` where that is given.
 
-    Raises ``InputError`` where ``out`` does not fit o. ``found`` was computed before: ``out`` may be q.
+    Raises ``InputError`` where ``out`` does not fit o, and ``UnsupportedError`` where o has gradients. ``found`` was
+    computed before: ``out`` may be q.
     """
     if out is None:
         return found
@@ -412,6 +413,11 @@ def write_out(out: Any, found: Any) -> Any:
     if out.shape != o.shape or out.dtype != o.dtype or out.device != o.device:
         expected = f"shape, dtype and device of the output, {list(o.shape)}, {o.dtype} and {o.device}"
         raise InputError(f"out must have {expected}, got {list(out.shape)}, {out.dtype} and {out.device}")
+    if o.requires_grad and torch.is_grad_enabled():
+        raise UnsupportedError(
+            "out has no gradients, and they are required of an input",
+            hint="call it under torch.no_grad(), or without out",
+        )
     with torch.no_grad():
         out.copy_(o)
     return (out, *found[1:]) if isinstance(found, tuple) else out

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from ..attention.api import flash_attention
+from ..attention.checks import DTYPE_NAMES
 from ..attention.decode.api import flash_attention_with_kv_cache
 from ..attention.decode.merge import merge_attention_states
 from ..attention.varlen import flash_attention_varlen
-from ..errors import InputError, UnsupportedError
+from ..errors import InputError, UnsupportedError, shown
 from .arguments import (
     as_flag,
     as_scale,
@@ -137,6 +138,8 @@ def flash_attn_combine(
         check_kinds(**{name: tensor})
         if not isinstance(tensor, Tensor) or tensor.dim() != axes or tensor.dtype != torch.float32:
             raise InputError(f"{name} must be a float32 tensor of {axes} dimensions")
+    if out_dtype not in (None, *DTYPE_NAMES):
+        raise InputError(f"out_dtype must be None, float16, bfloat16 or float32, got {shown(out_dtype)}")
     names = {"outs": "out_partial", "lses": "lse_partial"}
     o, lse = call_by_names(merge_attention_states, names, out_partial.transpose(2, 3), lse_partial.transpose(2, 3))
     o = o.transpose(1, 2).to(out_dtype or torch.float32)

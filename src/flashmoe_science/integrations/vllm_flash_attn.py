@@ -1,8 +1,8 @@
 """``flash_attn_varlen_func`` of vLLM's flash-attention, served by ``flash_attention_varlen``.
 
 What is not served raises ``UnsupportedError`` by name. Options that choose among vLLM's kernels change nothing here:
-``fa_version``, ``scheduler_metadata``, ``deterministic``; and the descales, as there, where nothing is fp8. Rows that
-see no key have an LSE of -inf, there +inf.
+``fa_version``, ``scheduler_metadata``, ``deterministic``, ``num_splits``; and the descales, as there, where nothing is
+fp8. Rows that see no key have an LSE of -inf, there +inf.
 
 Source: vllm_flash_attn/flash_attn_interface.py of vllm-project/flash-attention at 617264c for the signature.
 """
@@ -87,9 +87,7 @@ def flash_attn_varlen_func(
     refuse_given(return_attn_probs=as_flag("return_attn_probs", return_attn_probs) or None)
     as_flag("deterministic", deterministic)
     _check_version(fa_version)
-    splits = plain(num_splits)
-    check_count("num_splits", splits)
-    refuse_given(num_splits=splits if splits > 1 else None)
+    check_count("num_splits", plain(num_splits))
     return_lse = as_flag("return_softmax_lse", return_softmax_lse)
     options: dict[str, Any] = {
         "dropout_p": as_dropout("dropout_p", dropout_p),
@@ -101,8 +99,8 @@ def flash_attn_varlen_func(
     check_kinds(q=q, k=k, v=v)
     starts = _starts_of_keys(cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
     found = forward_only(
-        "a block_table or out",
-        {} if block_table is None and out is None else {"q": q, "k": k, "v": v},
+        "a block_table",
+        {} if block_table is None else {"q": q, "k": k, "v": v},
         lambda: call_by_names(
             flash_attention_varlen,
             _NAMES,

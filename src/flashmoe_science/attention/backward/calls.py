@@ -175,9 +175,11 @@ def _packed_hopper_call(plan: BackwardPlan, device: torch.device) -> Call:
             for gradient in made.values():
                 gradient.zero_()
         if not all(tokens):
+            if problem.wants_sinks and "dlse" in tensors:  # without a key, the LSE of a row is its sink
+                _write_sinks_gradient(found["sinks"], tensors, tensors["lse"].t(), -tensors["dlse"].t())
             return found
         rows = {name: tensors[name].t().contiguous() for name in ("lse", "dlse") if name in tensors}
-        if "k" in problem.forward.seqused:
+        if "k" in problem.forward.seqused and problem.wants_kv:
             rows["lse"] = mark_shared_keys(rows["lse"], tensors)
         rows.setdefault("dlse", rows["lse"])  # not read
         launches, sizes = prepared(tokens)

@@ -287,5 +287,8 @@ def _call_operator(call: CacheCall) -> tuple[Tensor, Tensor]:
     for name, other in (("k", "v"), ("v", "k"), ("cache_seqlens", "k")):
         if name not in tensors:
             raise InputError(f"{name} must be given with {other}, got None")
+    for name in ("k_scale", "v_scale"):
+        if name in tensors and tensors[name].dim() < 3:  # not written; expanded, it cannot be declared as what is
+            given[name] = tensors[name].contiguous()
     found = _attention_append_kv_cache(*map(given.get, _APPEND_NAMES))
     return found

@@ -578,10 +578,18 @@ def check_contents(tensors: Mapping[str, Tensor], left: int) -> None:
         raise InputError("v_cache must have memory of its own, as k and v are written to it, got some of k_cache")
     if "k" in tensors:
         _check_new_keys_apart(tensors)
+        _check_scales_apart(tensors)
     if os.environ.get("FLASHMOE_CHECK") == "1":
         check_values(tensors, left)
     elif not tensors["q"].is_cuda:  # torch would find it out after it wrote the new keys of the sequences before
         check_places(tensors, left)
+
+
+def _check_scales_apart(tensors: Mapping[str, Tensor]) -> None:
+    """Raise ``InputError`` where scales of each key and of each value, which are written, share memory."""
+    scales = [tensors[name] for name in ("k_scale", "v_scale") if name in tensors and tensors[name].dim() == 3]
+    if len(scales) == 2 and meet(*scales):
+        raise InputError("v_scale must have memory of its own, as scales of k and v are written, got some of k_scale")
 
 
 def _check_new_keys_apart(tensors: Mapping[str, Tensor]) -> None:

@@ -10,11 +10,18 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError, UnsupportedError, shown
-from ...gpu.checks import check_memory, check_not_mixed, check_saved_for_gradients, check_tensor
+from ...gpu.checks import (
+    check_memory,
+    check_not_mapped,
+    check_not_mixed,
+    check_saved_for_gradients,
+    check_tensor,
+)
 from ...gpu.planning import refuse_architecture
 from ...gpu.signature import Argument, Pointer, PreparedKernel, Scalar, kernel_source, prepare_kernel
 from ...gpu.subclasses import is_traced
 from ..checks import DTYPE_NAMES
+from ..inputs import refuse_tangents
 from ..tiles import block_dim
 
 _MAX_COLUMNS = 1024  # of a program
@@ -59,6 +66,8 @@ def merge_attention_states(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tenso
         check_saved_for_gradients(named | {f"lses[{i}]": part for i, part in enumerate(sums)})
     if is_traced(tensors) or recorded or not parts[0].is_cuda:
         return merge_reference(parts, sums)
+    refuse_tangents(tensors)
+    check_not_mapped(tensors)
     return run_merge(parts, sums)
 
 
@@ -134,7 +143,8 @@ def run_merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, T
     """Merge part after part, all but the last into fp32; of CPU tensors in Triton's interpreter."""
     o, lse = outs[0], lses[0]
     if len(outs) == 1:
-        return o.clone(memory_format=torch.contiguous_format), lse.clone(memory_format=torch.contiguous_format)
+        o, lse = merge_reference(outs, lses)
+        return o.contiguous(), lse.contiguous()
     for i, (out, its_lse) in enumerate(zip(outs[1:], lses[1:], strict=True)):
         dtype = out.dtype if i == len(outs) - 2 else torch.float32
         merged = torch.empty(out.shape, dtype=dtype, device=out.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -135,6 +136,8 @@ class BlockMask:
         _check_integers("parents", parents, (1, 2), "[N] or [B, N]")
         _check_length("keys_before", keys_before)
         parents = parents[None] if parents.dim() == 1 else parents
+        if bool(((parents < -1) | (parents >= parents.shape[1])).any()):
+            raise InputError(f"parents must be from -1 (none) to {parents.shape[1] - 1}, got others")
         batch, tokens = parents.shape
         numbers = torch.arange(tokens, device=parents.device)
         reached = (parents[:, :, None] == numbers) | torch.eye(tokens, dtype=torch.bool, device=parents.device)
@@ -178,8 +181,9 @@ class BlockMask:
             each = min(count, columns) * (block_size // BLOCK)
             room = batch * heads * sizes.blocks[2] * min(each, sizes.blocks[3])
             nothing = torch.zeros_like(whole)
-            bits = torch.zeros(0, BLOCK, BLOCK // 32, dtype=torch.int32, device=indices.device)
-            return cls(sizes, pack_lists(whole, nothing, (room, 0)), bits)
+            with _outside_inference():
+                bits = torch.zeros(0, BLOCK, BLOCK // 32, dtype=torch.int32, device=indices.device)
+                return cls(sizes, pack_lists(whole, nothing, (room, 0)), bits)
         if causal:
             ends = torch.arange(1, sizes.blocks[2] + 1, device=indices.device) * BLOCK + (seqlen_k - seqlen_q)
             starts = torch.arange(sizes.blocks[3], device=indices.device) * BLOCK
@@ -204,21 +208,26 @@ class BlockMask:
         """
         from .flex import map_blocks
 
-        made_of = tuple(
-            None if part is None else (part, 0 if part.is_inference() else part._version)  # noqa: SLF001 - has no public name
-            for part in (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
+        made_of = (
+            (mask.mask_mod, (tuple(mask.seq_lengths), tuple(mask.BLOCK_SIZE))),
+            *(
+                None if part is None else (part, 0 if part.is_inference() else part._version)  # noqa: SLF001 - has no public name
+                for part in (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
+            ),
         )
         known = mask.__dict__.get(_CACHED)
         if known is not None and _are_same(known[0], made_of):
             found: BlockMask = known[1]
             return found
-        found = cls._built(*map_blocks(mask))
+        with _outside_inference():
+            found = cls._built(*map_blocks(mask))
         mask.__dict__[_CACHED] = made_of, found
         return found
 
     @classmethod
     def _built(cls, sizes: MaskSizes, full: Tensor, candidates: Tensor, seen: Seen) -> BlockMask:
-        return cls(sizes, *build(sizes, full, candidates, seen))
+        with _outside_inference():
+            return cls(sizes, *build(sizes, full, candidates, seen))
 
     def to_dense(self) -> Tensor:
         """Return booleans ``[batch, heads, Sq, Sk]``, True where a query sees a key. It waits for the device."""
@@ -228,6 +237,11 @@ class BlockMask:
         """Return the share of all blocks that are seen, wholly or in part. It waits for the device."""
         full, partial, there = visited(self.sizes, self.lists)
         return (full + partial) / max(1, there)
+
+
+def _outside_inference() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which what is made can be kept for gradients: masks outlive the call that makes them."""
+    return torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
 
 
 def is_block_mask(mask: object) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
+from ...errors import InputError
 from .lists import BLOCK, MaskSizes, Seen, check_block_size, in_blocks_of_128
 
 
@@ -20,11 +21,16 @@ def map_blocks(mask: Any) -> tuple[MaskSizes, Tensor, Tensor, Seen]:
     counts, indices = mask.kv_num_blocks[missing], mask.kv_indices[missing]
     sizes = MaskSizes(counts.shape[0], counts.shape[1], *map(int, mask.seq_lengths))
     columns = -(-sizes.seqlen_k // size_k)
+    rows = -(-sizes.seqlen_q // size_q)
+    if counts.shape[2] < rows:
+        raise InputError(
+            f"mask must have a list for each of {rows} blocks of queries, got {counts.shape[2]}",
+            hint="part of a mask is not served",
+        )
     partial = _map(counts, indices, columns)
     full = torch.zeros_like(partial)
     if mask.full_kv_num_blocks is not None:
         full = _map(mask.full_kv_num_blocks.view(counts.shape), mask.full_kv_indices.view(indices.shape), columns)
-    rows = -(-sizes.seqlen_q // size_q)
     partial, full = partial[:, :, :rows], full[:, :, :rows]
 
     def seen(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
