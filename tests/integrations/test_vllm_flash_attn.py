@@ -246,7 +246,8 @@ def test_combine_of_fa3():
     torch.testing.assert_close(lse, lses.logsumexp(0))
     with pytest.raises(InputError, match="lse_partial must be a float32 tensor of 4 dimensions"):
         flash_attn_3.flash_attn_combine(parts, lses[0])
-    for bad in (torch.int32, "bf16"):
+    wrong: tuple[Any, ...] = (torch.int32, "bf16")
+    for bad in wrong:
         with pytest.raises(InputError, match="out_dtype must be None, float16, bfloat16 or float32"):
             flash_attn_3.flash_attn_combine(parts, lses, out_dtype=bad)
 
