@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from flashmoe_science import InputError, UnsupportedError, flash_attention, flash_attention_varlen
 from flashmoe_science.distributed import ContextParallel, PackedPlan, exchange, plan as plans
+from flashmoe_science.distributed.transport import transport_of
 
 TOKENS = 64
 LENGTHS = (1, 21, 3, 15, 24)  # 64 tokens in all
@@ -278,6 +280,7 @@ def errors(rank: int, ranks: int) -> dict[str, Any]:
     odd = draw(0, 1, 3, 8, 16)
     packed_q = draw(0, 8, 4, 16)
     plan = heads.plan([8 * ranks])
+    heads.attention_packed(packed_q, packed_q, packed_q, plan)  # what follows is no first call
     return {
         "other options": message(lambda: heads.attention(q, k, v, causal=rank == 0), InputError),
         "other shapes": message(
@@ -321,13 +324,54 @@ def errors(rank: int, ranks: int) -> dict[str, Any]:
         "transport": message(lambda: ContextParallel(mesh, strategy="heads", transport="ring"), InputError),
         "symmetric": message(lambda: ContextParallel(mesh, strategy="heads", transport="symmetric"), UnsupportedError),
         "groups of gather": message(lambda: ContextParallel(mesh, strategy="gather", head_groups=2), UnsupportedError),
+        "groups of one rank": message(
+            lambda: ContextParallel(mesh, strategy="heads", head_groups=1 + rank).attention(q, k, v), InputError
+        ),
+        "symmetric of one rank": message(
+            lambda: (
+                transport_of("symmetric", heads.group, "cuda")
+                if rank
+                else ContextParallel(mesh, strategy="heads").attention(q, k, v)
+            ),
+            InputError,
+        ),
+        "plan of a mesh": message(
+            lambda: heads.attention_packed(packed_q, packed_q, packed_q, _moved(plan, members=(5, 6))), InputError
+        ),
+        "plan of a rank": message(
+            lambda: heads.attention_packed(packed_q, packed_q, packed_q, _moved(plan, rank=1 - rank)), InputError
+        ),
         "strategy": message(lambda: ContextParallel(mesh, strategy="ring"), InputError),
         "auto": message(lambda: ContextParallel(mesh), InputError),
         "chosen": [ContextParallel(mesh, heads_kv=heads_kv).strategy for heads_kv in (ranks, ranks + 1)],
         "explained": heads.explain(q, k, v),
         "groups explained": ContextParallel(mesh, strategy="heads", head_groups=2).explain(q, k, v),
+        "gradients of outputs of one rank": [outputs_of_one_rank(heads, rank, name) for name in ("lse", "o")],
         "after all": float(heads.attention(q, k, v).sum() * 0),
     }
+
+
+def _moved(plan: PackedPlan, **place: Any) -> PackedPlan:
+    """Return the plan as another rank, or a rank of another mesh, would have it."""
+    moved = copy.copy(plan)
+    moved.place = plan.place._replace(**place)
+    return moved
+
+
+def outputs_of_one_rank(cp: ContextParallel, rank: int, unused: str) -> bool:
+    """Whether gradients have the bits of one process where the loss of rank 0 does not use an output."""
+    inputs = [x.transpose(1, 2) for x in Sizes(4, 4).draw(1, 16)]
+    given = {"o": inputs.pop(), "lse": draw(6, 1, 4, 16)}
+    given[unused][:, :, :8] = 0  # the tokens of rank 0
+    whole = run_case(flash_attention, inputs, (given["o"], given["lse"]), {})
+    leaves = [cp.shard(x, 2).requires_grad_() for x in inputs]
+    outputs = dict(zip(("o", "lse"), cp.attention(*leaves, return_lse=True), strict=True))
+    used = [name for name in outputs if rank or name != unused]
+    torch.stack([(outputs[name] * cp.shard(given[name], 2)).sum() for name in used]).sum().backward()
+    return all(
+        torch.equal(x.grad, cp.shard(whole[name], 2))  # type: ignore[arg-type] # has one
+        for name, x in zip(("dq", "dk", "dv"), leaves, strict=True)
+    )
 
 
 def _differentiate_twice(cp: ContextParallel, x: Tensor) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -106,10 +108,21 @@ def capacities(rank: int, ranks: int) -> dict[str, Any]:
         message = "no error"
     except InputError as error:
         message = str(error).split("\n")[0]
+    given: dict[str, Any] = {"x": x, "w_gate_up": ep.shard(up), "w_down": ep.shard(down), "topk_weights": weights}
+    leaves: dict[str, Any] = {name: tensor.clone().requires_grad_() for name, tensor in given.items()}
+    buffer = ep._over
+    with mock.patch.object(ep, "check_capacity"):  # as on a GPU
+        lost = ep.fused_moe(**leaves, topk_ids=skewed)
+    gradients = torch.autograd.grad(lost.sum(), list(leaves.values()))
+    until_checked = bool(ep._over.any())
+    with contextlib.suppress(InputError):
+        ep.check_capacity()
     again = ep.fused_moe(x, ep.shard(up), ep.shard(down), weights, ids)
     return {
         "error": float((found - expected).abs().max() / expected.abs().max()),
         "message": message,
+        "nan": [bool(x.isnan().all()) for x in (lost, *gradients)],
+        "buffer": until_checked and ep._over is buffer and not buffer.any(),
         "again": bool(torch.equal(again, found)),
     }
 
@@ -145,12 +158,28 @@ def overflow(mesh: Any) -> dict[str, float]:
         torch.ones(shape, device="cuda", dtype=torch.bfloat16) for shape in ((8, 64), (2, 64, 64), (2, 64, 32))
     )
     ids = torch.full((8, 1), 0 if ep.rank == 0 else 2 * ep.ranks, device="cuda")
-    out = ep.fused_moe(x, up, down, torch.ones(8, 1, device="cuda"), ids)
+    weights = torch.ones(8, 1, device="cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        out = ep.fused_moe(x, up, down, weights, ids)
+    torch.cuda.current_stream().wait_stream(stream)
+    found = {"nan": float(not out.isnan().all()), "message": _misses_overflow(ep)}
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ep.fused_moe(x, up, down, weights, ids)
+    for number in range(2):
+        graph.replay()
+        found[f"replay {number}"] = _misses_overflow(ep)
+    return found
+
+
+def _misses_overflow(ep: ExpertParallel) -> float:
     try:
         ep.check_capacity()
     except InputError as error:
-        return {"nan": float(not out.isnan().all()), "message": float("rank 0 had 6 tokens more" not in str(error))}
-    return {"no error": 1.0}
+        return float("rank 0 had 6 tokens more" not in str(error))
+    return 1.0
 
 
 def errors(rank: int, ranks: int) -> dict[str, Any]:
@@ -172,6 +201,12 @@ def errors(rank: int, ranks: int) -> dict[str, Any]:
         "tokens": message(lambda: ep.fused_moe(x[:n], up, down, weights[:n], ids[:n])),
         "rows": message(lambda: ep.fused_moe(x, up, down, weights[:3] if rank else weights, ids)),
         "kind": message(lambda: ep.fused_moe(x, up, down, weights, [1] if rank else ids)),  # type: ignore[arg-type]
+        "capacity of one rank": message(
+            lambda: ExpertParallel(ep_mesh, strategy="once", capacity=1 - rank / 2).fused_moe(x, up, down, weights, ids)
+        ),
+        "strategy of one rank": message(
+            lambda: ExpertParallel(ep_mesh, strategy="once" if rank else "gather").fused_moe(x, up, down, weights, ids)
+        ),
         "activation": message(lambda: ep.fused_moe(x, up, down, weights, ids, activation="tanh")),
         "experts": message(lambda: ep.shard(torch.ones(3))),
         "strategy": message(lambda: ExpertParallel(ep_mesh, strategy="pairs")),

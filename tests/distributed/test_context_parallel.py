@@ -76,6 +76,10 @@ def test_errors_name_the_rank_and_are_raised_on_all(found: list[dict[str, Any]])
         "transport": 'transport must be "collectives" or "symmetric", got \'ring\'',
         "symmetric": 'transport="symmetric" needs CUDA, and the mesh is of cpu',
         "groups of gather": 'strategy="gather" serves transport="collectives" and head_groups=1 alone',
+        "groups of one rank": "1 head_groups, transport collectives and rank 1 has heads",
+        "symmetric of one rank": 'and rank 1 has a ContextParallel with transport="symmetric"',
+        "plan of a mesh": "the plan is of another mesh or rank: Place(rank=0, members=(5, 6)), got Place(rank=0, ",
+        "plan of a rank": "the plan is of another mesh or rank: Place(rank=1, members=(0, 1)), got Place(rank=0, ",
         "strategy": 'strategy must be "heads", "gather" or "auto", got \'ring\'',
         "auto": "heads_kv must be given",
     }
@@ -90,4 +94,5 @@ def test_errors_name_the_rank_and_are_raised_on_all(found: list[dict[str, Any]])
     ):
         assert text in first["explained"]
     assert "2 groups of heads, each on its way while the one before attends" in first["groups explained"]
+    assert first["gradients of outputs of one rank"] == [True, True]
     assert first["after all"] == 0

@@ -23,6 +23,8 @@ def check_capacities(found: list[dict[str, Any]], missing: int) -> None:
             f"rank {len(found) - 1} had {missing} tokens more for the experts of one rank"
             in each["capacities"]["message"]
         )
+        assert each["capacities"]["nan"] == [True] * 5  # the output, and gradients of x, w_gate_up, w_down, weights
+        assert each["capacities"]["buffer"]
         assert each["capacities"]["again"]
 
 
@@ -43,6 +45,8 @@ def test_two_ranks_give_what_one_process_gives_and_errors_name_the_rank(tmp_path
         "tokens": "all ranks must make the same call",
         "rows": "rank 1: topk_weights and topk_ids must have a row for each token of x",
         "kind": "rank 1: topk_ids must be a torch.Tensor, got list",
+        "capacity of one rank": "rank 1 has strategy once, capacity 0.5: x [4, 16]",
+        "strategy of one rank": "rank 0 has strategy gather, capacity 1.0: x [4, 16]",
         "activation": "activation must be",
         "experts": "the number of experts must be a multiple of the 2 ranks, got 3",
         "strategy": 'strategy must be "gather", "once" or "auto", got \'pairs\'',

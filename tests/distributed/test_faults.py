@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from flashmoe_science.distributed import faults
@@ -32,31 +33,34 @@ def test_a_killed_rank_ends_the_others_and_is_named(function: str, tmp_path: Pat
         assert not each["gradient"]
 
 
-class _Store:
-    """What the process group keeps, of ranks that answer."""
-
-    def __init__(self, answers: set[str]) -> None:
-        self.answers = answers
-
-    def set(self, key: str, _value: str) -> None:
-        self.answers.add(key.rpartition("/")[2])
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key.rpartition("/")[2] in self.answers for key in keys)
-
-
 class _Group:
     group_name = "0"
 
 
+def _answer(store: Any, ranks: set[int]) -> None:
+    for rank in ranks:
+        store.add(f"flashmoe_science/faults/0/{rank}", 1)
+
+
 @pytest.mark.parametrize(
     ("answers", "text"),
-    [({"0", "1", "3"}, "from rank 2"), ({"3"}, "from rank 1, 2"), ({"1", "2", "3"}, "all ranks are")],
+    [({1, 3}, "from rank 2"), ({3}, "from rank 1, 2"), ({1, 2, 3}, "all ranks are")],
 )
-def test_the_ranks_that_are_silent_are_named(monkeypatch: Any, answers: set[str], text: str) -> None:
+def test_the_ranks_that_are_silent_are_named_at_every_fault(monkeypatch: Any, answers: set[int], text: str) -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined] # is public at run time
     monkeypatch.setattr(faults, "SECONDS_TO_ANSWER", 0.0)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda _group: [0, 1, 2, 3])
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: _Store(set(answers)))
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    _answer(store, {1, 2, 3})
+    with pytest.raises(RankLostError, match="all ranks are"), faults.collective(_Group(), "all-gather"):  # type: ignore[arg-type] # has what is read
+        raise dist.DistBackendError("NCCL error")
+    _answer(store, answers)
     with pytest.raises(RankLostError, match=text), faults.collective(_Group(), "all-gather"):  # type: ignore[arg-type] # has what is read
         raise RuntimeError("Connection closed by peer")
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, NotImplementedError, RankLostError])
+def test_errors_that_are_not_of_the_group_stay_what_they_are(error: type[RuntimeError]) -> None:
+    with pytest.raises(error, match="no memory"), faults.collective(_Group(), "all-gather"):  # type: ignore[arg-type] # is not read
+        raise error("no memory")

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from flashmoe_science import InputError, MoeLayer
 from flashmoe_science.moe import reference
@@ -54,6 +56,22 @@ def test_it_is_routing_and_experts(way):
     assert logits.shape == (10, 8)
     torch.testing.assert_close(out.double(), by_reference(layer, x), rtol=1e-5, atol=1e-5)
     assert torch.equal(layer(x), out)
+
+
+def test_weights_are_attributes_parametrized_or_of_a_replica():
+    layer, x = make("mixtral"), torch.randn(5, 16)
+    expected = layer(x)
+    replica = layer._replicate_for_data_parallel()
+    for name, parameter in layer.named_parameters():
+        setattr(replica, name, parameter * 1)  # as DataParallel does: no parameters
+    assert torch.equal(replica(x), expected)
+    weight_norm(layer, "w_down")
+    layer.after = nn.Linear(16, 16)
+    out = layer(x)
+    torch.testing.assert_close(out, expected)
+    out.sum().backward()
+    learned = {name for name, parameter in layer.named_parameters() if parameter.grad is not None}
+    assert learned == {"w_router", "w_gate_up", *(f"parametrizations.w_down.original{number}" for number in range(2))}
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -19,7 +19,7 @@ from .heads import HeadsRecipe
 from .layout import Layout, plan_packed, straight_layout, zigzag_layout
 from .named import name
 from .operator import Attend, operate
-from .plan import PackedPlan
+from .plan import PackedPlan, Place
 from .transport import transport_of
 
 if TYPE_CHECKING:
@@ -42,10 +42,13 @@ class ContextParallel:
       merged: o and the gradient of q have the bits of one GPU if chunks are multiples of 128 tokens. Gradients of K and
       V are summed in fp32 in the order of ranks: the same bits in every run.
 
-    All ranks of the mesh call every method, with the same options and shapes. The first call of its kind compares them
-    over ranks; with ``FLASHMOE_CHECK=1`` in the environment every call does. Errors are then raised on all ranks. Where
-    a rank ends, a collective of the others fails with ``RankLostError``, which names it. ``torch.compile`` makes one
-    operator of a call.
+    All ranks of the mesh call every method, with the same options, shapes and plan. The first call of its kind compares
+    them over ranks; with ``FLASHMOE_CHECK=1`` in the environment every call does. Errors are then raised on all ranks.
+    Where a rank ends, a collective of the others fails with ``RankLostError``, which names it. ``torch.compile`` makes
+    one operator of a call.
+
+    ``plan`` compares lengths whenever it is called. Later calls do not compare which plan a rank took, if its tokens
+    are as many: a rank that took that of another batch attends other documents, and no error says so.
 
     Sources: DeepSpeed-Ulysses (Jacobs et al., 2023) for the exchange of heads; Llama 3 (2024) for the gather of K and
     V; ring-flash-attention (Zhu, 2024) for the chunks from front and back.
@@ -78,6 +81,7 @@ class ContextParallel:
         """
         self.group = group_of(mesh, "cp")
         self.rank, self.ranks = self.group.rank(), self.group.size()
+        self._place = Place(self.rank, tuple(dist.get_process_group_ranks(self.group)))
         if strategy == "auto":
             if heads_kv is None:
                 raise InputError('heads_kv must be given for strategy="auto", got None')
@@ -120,7 +124,7 @@ class ContextParallel:
 
         def describe() -> str:
             packed = plan_packed(lengths, self.ranks, 1 if self.strategy == "heads" else _CHUNKS)
-            found.append(PackedPlan(packed, self.rank, self._device()))
+            found.append(PackedPlan(packed, self._place, self._device()))
             return f"a plan of {len(lengths)} documents, {packed.starts[-1]} tokens, digest {found[0].digest}"
 
         compare(describe, self.group)
@@ -160,6 +164,11 @@ class ContextParallel:
             raise InputError(
                 f"the plan is of {plan.layout.tokens} tokens and {plan.layout.ranks} ranks, "
                 f"got {tokens} and {self.ranks}"
+            )
+        if plan.place != self._place:
+            raise InputError(
+                f"the plan is of another mesh or rank: {plan.place}, got {self._place}",
+                hint="make it by this ContextParallel's plan",
             )
         if (len(plan.layout.chunks[0]) == 1) != (self.strategy == "heads"):
             raise InputError(
@@ -243,7 +252,7 @@ class ContextParallel:
             o ``[n, H, DV]`` of the local tokens, or the pair of o and lse ``[H, n]`` fp32.
 
         Raises:
-            InputError: as ``attention``; the plan is of other tokens.
+            InputError: as ``attention``; the plan is of other tokens, or another mesh or rank.
             UnsupportedError: as ``attention``; by ``"gather"`` also a window without ``causal``.
 
         Gradients: as ``attention``.
@@ -313,14 +322,15 @@ class ContextParallel:
     def _check(self, inputs: Inputs, options: Options, plan: PackedPlan | None) -> None:
         """Check a call on all ranks."""
         tensors = (*inputs[:3], *inputs.heads)
-        documents = None if plan is None else (plan.layout.tokens, plan.layout.ranks, len(plan.layout.chunks[0]))
+        documents = None if plan is None else (plan.layout.tokens, len(plan.layout.chunks[0]), plan.place)
 
         def describe() -> str:
             self._check_tensors(inputs, plan)
             named = dict(zip(("q", "k", "v", "sinks", "alibi"), tensors, strict=True))
             asked = ", ".join(f"{option}={value}" for option, value in options._asdict().items())
             planned = "" if plan is None else f", plan {plan.digest}"
-            return f"{self.strategy}: {describe_tensors(named)}, {asked}{planned}"
+            sent = f"{self.head_groups} head_groups, transport {self._transport.name}"
+            return f"{self.strategy}: {describe_tensors(named)}, {asked}{planned}, {sent}"
 
         self._agreement.check((repr(options), documents, kind_of(tensors)), describe)
 

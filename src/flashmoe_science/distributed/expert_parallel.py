@@ -39,7 +39,8 @@ class ExpertParallel:
     - ``"gather"``: all ranks gather all tokens with their experts and weights, and run their own experts on them. Any
       routing has the same cost.
     - ``"once"``: a token goes once to each rank that has experts of it, at most ``capacity * n`` of n tokens to each.
-      Where a rank's experts are wanted by more, the outputs are NaN on all ranks, and ``check_capacity`` raises.
+      Where a rank's experts are wanted by more, outputs and their gradients are NaN on all ranks, and
+      ``check_capacity`` raises. The weights of an expert that no token reached still have a gradient of 0.
 
     All ranks of the mesh call every method, with the same options and shapes. The first call of its kind compares them
     over ranks; with ``FLASHMOE_CHECK=1`` in the environment every call does. Errors are then raised on all ranks.
@@ -67,8 +68,9 @@ class ExpertParallel:
             strategy = "once" if self.ranks > _RANKS_OF_GATHER and capacity < 1 else "gather"
         if strategy not in ("gather", "once"):
             raise InputError(f'strategy must be "gather", "once" or "auto", got {shown(strategy)}')
-        self.strategy, self.capacity = strategy, capacity
-        self._over: Tensor | None = None  # by rank, since the last check, the most tokens beyond the room of one rank
+        self.strategy, self.capacity = strategy, float(capacity)
+        # By rank, since the last check, the most tokens beyond the room of one rank. CUDA graphs hold its address.
+        self._over = torch.zeros(self.ranks, dtype=torch.int64, device=mesh.device_type)
         self._agreement = Agreement(self.group)
 
     def shard(self, weights: Tensor) -> Tensor:
@@ -136,7 +138,8 @@ class ExpertParallel:
             "bias_gate_up": bias_gate_up, "bias_down": bias_down,
         }  # fmt: skip
         kind = (repr(options), kind_of(given.values()))
-        self._agreement.check(kind, lambda: _describe(given, options))
+        sizing = f"strategy {self.strategy}, capacity {self.capacity}"
+        self._agreement.check(kind, lambda: f"{sizing}: {_describe(given, options)}")
         run = self._gather if self.strategy == "gather" else self._once
         return run(given, options)
 
@@ -146,14 +149,13 @@ class ExpertParallel:
         Raises:
             InputError: names the rank, and how many tokens found no room.
         """
-        if self._over is None:
-            return
-        over, self._over = self._over.tolist(), None
+        over = self._over.tolist()
+        self._over.zero_()
         rank = max(range(self.ranks), key=over.__getitem__)
         if over[rank] > 0:
             raise InputError(
                 f"rank {rank} had {over[rank]} tokens more for the experts of one rank than capacity {self.capacity:g} "
-                "has room for: outputs since the last check may be NaN",
+                "has room for: outputs and gradients since the last check may be NaN",
                 hint="take a larger capacity; 1 has room for any routing",
             )
 
@@ -169,16 +171,17 @@ class ExpertParallel:
     def _once(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Tensor:
         x, ids, experts = given["x"], given["topk_ids"], given["w_down"].shape[0]
         route = route_once(ids, experts, self.ranks, math.ceil(self.capacity * x.shape[0]))
-        tokens = SendTokens.apply(self.group, route, x)  # type: ignore[no-untyped-call]
-        weights = SendTokens.apply(self.group, route, given["topk_weights"])  # type: ignore[no-untyped-call]
+        over = gather_tokens(route.over, straight_layout(self.ranks, self.ranks), self.group)
+        self._over.clamp_(min=over)
+        # A lost token adds nothing: as a factor, NaN reaches its gradients too.
+        factor = torch.where((over > 0).any(), torch.nan, 1.0)
+        tokens = SendTokens.apply(self.group, route, x * factor)  # type: ignore[no-untyped-call]
+        weights = SendTokens.apply(self.group, route, given["topk_weights"] * factor)  # type: ignore[no-untyped-call]
         partial = self._run(tokens, weights, all_to_all(route.ids, self.group).flatten(0, 1), given, options)
         out = ReturnTokens.apply(self.group, route, partial)  # type: ignore[no-untyped-call]
-        over = gather_tokens(route.over, straight_layout(self.ranks, self.ranks), self.group)
-        out = torch.where((over > 0).any(), torch.nan, out)
-        self._over = over if self._over is None else torch.maximum(self._over, over)
         if x.device.type == "cpu":  # the host need not wait for it
             self.check_capacity()
-        return out
+        return out * factor  # type: ignore[no-any-return]
 
     @staticmethod
     def _run(

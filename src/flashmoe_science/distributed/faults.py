@@ -16,11 +16,16 @@ _POLL = 0.05
 
 @contextlib.contextmanager
 def collective(group: dist.ProcessGroup, what: str) -> Iterator[None]:
-    """Raise ``RankLostError`` where a collective of torch fails, with the ranks that do not answer."""
+    """Raise ``RankLostError`` where a collective of torch fails, with the ranks that do not answer.
+
+    Errors that are not of the process group stay what they are: that a device is out of memory, for one.
+    """
     try:
         yield
     except RuntimeError as error:
-        raise _error(group, what, error) from error
+        if type(error) is RuntimeError or isinstance(error, dist.DistError):  # gloo raises the first, NCCL the second
+            raise _error(group, what, error) from error
+        raise
 
 
 def _error(group: dist.ProcessGroup, what: str, error: RuntimeError) -> RankLostError:
@@ -43,14 +48,17 @@ def _error(group: dist.ProcessGroup, what: str, error: RuntimeError) -> RankLost
 
 
 def _silent_ranks(group: dist.ProcessGroup, mine: int) -> list[int]:
-    """Say that this rank is alive, and return those that do not say so. Numbers are those of the whole job."""
+    """Say that this rank is alive, and return those that do not say so. Numbers are those of the whole job.
+
+    The store counts the faults of each rank: what a rank said at an earlier fault is no answer to this one.
+    """
     store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - has no public name
     ranks = dist.get_process_group_ranks(group)
-    keys = {rank: f"flashmoe_science/alive/{group.group_name}/{rank}" for rank in ranks}
-    store.set(keys[mine], "1")
+    keys = {rank: f"flashmoe_science/faults/{group.group_name}/{rank}" for rank in ranks}
+    fault = store.add(keys[mine], 1)
     until = time.monotonic() + SECONDS_TO_ANSWER
     while True:
-        silent = [rank for rank in ranks if not store.check([keys[rank]])]
+        silent = [rank for rank in ranks if store.add(keys[rank], 0) < fault]
         if not silent or time.monotonic() > until:
             return silent
         time.sleep(_POLL)

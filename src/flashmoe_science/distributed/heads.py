@@ -59,9 +59,10 @@ class HeadsRecipe:
     ) -> Gradients:
         """Return the gradients of the local tokens."""
         wanted = ["q", "k", "v", *(["sinks"] if sinks else [])]
-        # The LSE's gradient is fp32: a message of its own.
-        given = [("do", do)] if do is not None else []
-        given += [("dlse", dlse[..., None])] if dlse is not None else []
+        # The messages of all ranks are the same, though the loss of one may not use what another's does.
+        given = [("do", torch.zeros_like(found.o) if do is None else do)]
+        if self.return_lse:  # fp32: a message of its own
+            given.append(("dlse", (torch.zeros_like(found.lse) if dlse is None else dlse)[..., None]))
         gradients = [x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2) for x in inputs[:3]]
         dsinks = torch.zeros_like(inputs.heads.sinks) if sinks and inputs.heads.sinks is not None else None
         beside = Beside(inputs.q.device, enabled=self.groups > 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,13 @@ from .named import name
 Mask = tuple[bool, tuple[int, int]]  # causal, window
 
 
+class Place(NamedTuple):
+    """Whose tokens a plan gives."""
+
+    rank: int  # within the mesh
+    members: tuple[int, ...]  # the ranks of the mesh, as the whole job numbers them
+
+
 class PackedPlan:
     """How a packed batch is split. ``ContextParallel.plan`` makes it once a batch, for all layers.
 
@@ -23,9 +31,9 @@ class PackedPlan:
     told is prepared by its first call, which copies then: not while a CUDA graph is captured.
     """
 
-    def __init__(self, packed: PackedLayout, rank: int, device: torch.device) -> None:
+    def __init__(self, packed: PackedLayout, place: Place, device: torch.device) -> None:
         """Copy where documents start. Use ``ContextParallel.plan``, which compares plans over ranks."""
-        self._packed, self._rank = packed, rank
+        self._packed, self.place = packed, place
         self.number = name(self)
         self.device = device
         self.digest = hashlib.sha256(repr((packed.starts, packed.layout.chunks)).encode()).hexdigest()[:16]
@@ -63,7 +71,7 @@ class PackedPlan:
 
     def _pieces_of(self, mask: Mask) -> list[tuple[Piece, dict[str, Tensor]]]:
         if mask not in self._pieces:
-            pieces = self._packed.pieces(self._rank, causal=mask[0], window=mask[1])
+            pieces = self._packed.pieces(self.place.rank, causal=mask[0], window=mask[1])
             self._pieces[mask] = [(piece, self._starts_of(piece)) for piece in pieces]
         return self._pieces[mask]
 

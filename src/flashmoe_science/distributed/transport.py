@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import InputError, UnsupportedError, shown
+from .exchange import compare
 from .faults import collective
 
 Group = dist.ProcessGroup
@@ -117,7 +118,7 @@ def transport_of(name: str, group: Group, device_type: str) -> Transport:
     """Return the transport of a name.
 
     Raises:
-        InputError: there is none of this name.
+        InputError: there is none of this name, or ``"symmetric"`` is not asked for on all ranks.
         UnsupportedError: ``"symmetric"`` without CUDA, over several hosts, or where a GPU cannot read another.
     """
     if name not in TRANSPORTS:
@@ -131,6 +132,7 @@ def transport_of(name: str, group: Group, device_type: str) -> Transport:
 
 
 def _refuse_unreadable(group: Group) -> None:
+    compare(lambda: 'a ContextParallel with transport="symmetric"', group)
     mine = (socket.gethostname(), torch.cuda.current_device())
     places: list[Any] = [None] * group.size()
     dist.all_gather_object(places, mine, group=group)

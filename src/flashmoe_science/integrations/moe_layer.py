@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from ..distributed.expert_parallel import ExpertParallel
 
 _MOST = 2**31
+_WEIGHTS = (
+    "w_router", "w_gate_up", "w_down", "bias_gate_up", "bias_down", "shared_gate_up", "shared_down"
+)  # fmt: skip
 
 
 def _check_device(device: object) -> None:
@@ -233,9 +236,9 @@ class MoeLayer(nn.Module):
         if not isinstance(return_logits, bool):
             raise InputError(f"return_logits must be True or False, got {shown(return_logits)}")
         tokens = x.reshape(-1, x.shape[-1])
-        weight_of: dict[str, Any] = dict(self.named_parameters())
+        weight_of: dict[str, Any] = {name: getattr(self, name) for name in _WEIGHTS}  # parametrized ones too
         if self.parallel is not None:
-            weight_of = {name: _local_of(weight) for name, weight in weight_of.items()}
+            weight_of = {name: None if weight is None else _local_of(weight) for name, weight in weight_of.items()}
         logits = F.linear(tokens, weight_of.pop("w_router"))
         bias = None if self.routing_bias is None else self.routing_bias.float()
         weights, ids = route(logits, self.top_k, bias=bias, **self.routing)
@@ -244,7 +247,7 @@ class MoeLayer(nn.Module):
         if self.parallel is None:
             out = fused_moe(tokens, topk_weights=weights, topk_ids=ids, **weight_of, **self.options)
         else:
-            shared = [weight_of.pop(name, None) for name in ("shared_gate_up", "shared_down")]
+            shared = [weight_of.pop(name) for name in ("shared_gate_up", "shared_down")]
             out = self.parallel.fused_moe(tokens, topk_weights=weights, topk_ids=ids, **weight_of, **self.options)
             if shared[1] is not None:
                 out = out + self._run_shared(tokens, *shared)
