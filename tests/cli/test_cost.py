@@ -7,7 +7,7 @@ import json
 import pytest
 
 from flashmoe_science.proof.cost.cost import size_of
-from flashmoe_science.proof.records.evidence import Gate
+from flashmoe_science.proof.records.evidence import Gate, write_record
 from flashmoe_science.proof.records.ledger import GPU_GATES
 from flashmoe_science.proof.records.store import Store
 
@@ -106,6 +106,18 @@ def test_cost_sums_the_ledger_by_day_subject_and_gate(run):
     document = json.loads(run("cost", "--since", "2026-01-02", "--json")[1])
     assert document["total"] == {"gpu_seconds": 10, "dollars": pytest.approx(3.4), "unpriced_seconds": 0}
     assert list(document["by_day"]) == ["2026-01-02"]
+
+
+def test_runs_of_the_evidence_folder_that_the_store_lacks_are_not_the_users(run, repository):
+    record = build_record(gates=gates(1, 2, 3, 54), day=3)
+    write_record(record, repository / "evidence" / "loose.json")
+    code, out, err = run("cost")
+    assert (code, out) == (0, "")
+    assert "not counted: 1 run of evidence/ that your store lacks\nhint: flashmoe import evidence/" in err
+    assert json.loads(run("cost", "--json")[1])["not_in_store"] == [record.id]
+    assert run("import", "evidence/")[0] == 0
+    code, out, err = run("cost")
+    assert (out.splitlines()[-1].split(), err) == (["total", "60", "s", "$0.600"], "")
 
 
 def test_cost_add_prints_what_was_entered(run):

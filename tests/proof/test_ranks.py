@@ -156,7 +156,7 @@ def test_ranks_that_disagree_on_the_case_are_found():
     result, _ = run("check_correct", "right", operator=ranked.OF_EACH_RANK.name)
     assert not result.ok
     case = "case w2_n40, {.*} on 2 ranks"
-    assert re.search(f"ranks do not agree: rank 0 is at {case}, and rank 1 at {case}", result.reason)
+    assert re.search(f"ranks do not agree: rank 0 is at {case}, and rank 1 is at {case}", result.reason)
     assert '"length": 40' in result.reason
     assert '"length": 41' in result.reason
 
@@ -171,6 +171,16 @@ def test_a_run_is_of_one_number_of_ranks_and_takes_no_kernel_time():
 # Records of GPUs, made up
 
 
+def seen_by(rank, rounds):
+    """Return what a rank saw: rank 0 is the slowest, and the others are up to 6 % ahead."""
+    sensors = {name: getattr(rounds, name) for name in RankRounds.model_fields}
+    seconds = {
+        kind: {arm: [s * (1 - 0.01 * (rank * i % 7)) for i, s in enumerate(column)] for arm, column in arms.items()}
+        for kind, arms in rounds.seconds.items()
+    }
+    return RankRounds(**{**sensors, "seconds": seconds})
+
+
 def record_of(ranks=2, link="NVLink"):
     """Return a made-up record of a subject that is 1.9 times as fast as one GPU."""
     record = build_record(speedups=(1.9, 1.9), baselines={"one-gpu": 1.0}, times=["wall"])
@@ -180,9 +190,9 @@ def record_of(ranks=2, link="NVLink"):
     cases = []
     for case in record.cases:
         (rounds,) = case.rounds
-        each = RankRounds(**{name: getattr(rounds, name) for name in RankRounds.model_fields})
+        each = [seen_by(rank, rounds) for rank in range(ranks)]
         arms = [arm.model_copy(update={"rank_launches": [[LAUNCH]] * (ranks - 1)}) for arm in case.arms]
-        ranked_rounds = rounds.model_copy(update={"ranks": [each] * ranks})
+        ranked_rounds = rounds.model_copy(update={"ranks": each})
         cases.append(case.model_copy(update={"rounds": [ranked_rounds], "arms": arms}))
     return record.model_copy(update={"environment": environment, "cases": cases})
 
@@ -210,9 +220,9 @@ def test_runs_of_other_ranks_are_not_compared():
         check_comparable(record_of(), record_of(link="PCIe"), ["wall"])
 
 
-def faults(change):
+def faults(change, check="ranks"):
     record = record_of()
-    return [check.detail for check in check_alone(change(record)) if check.name == "ranks" and check.detail]
+    return [each.detail for each in check_alone(change(record)) if each.name == check and each.detail]
 
 
 def with_rounds(record, **changes):
@@ -238,6 +248,59 @@ def test_what_a_record_says_of_its_ranks_has_to_agree():
         return record.model_copy(update={"environment": record.environment.model_copy(update={"ranks": group})})
 
     assert faults(with_another_card) == ["2 ranks of 2 cards, L4 and NVIDIA H200"]
+
+
+def of_rank_1(**changes):
+    """Return what changes what rank 1 saw in the first case, and nothing that is said of both ranks."""
+
+    def change(record):
+        first, second = record.cases[0].rounds[0].ranks
+        return with_rounds(record, ranks=[first, second.model_copy(update=changes)])
+
+    return change
+
+
+def with_group(**changes):
+    def change(record):
+        group = record.environment.ranks.model_copy(update=changes)
+        return record.model_copy(update={"environment": record.environment.model_copy(update={"ranks": group})})
+
+    return change
+
+
+def with_launches(launches):
+    def change(record):
+        case = record.cases[0]
+        arms = [arm.model_copy(update={"rank_launches": launches}) for arm in case.arms]
+        return record.model_copy(update={"cases": [case.model_copy(update={"arms": arms})]})
+
+    return change
+
+
+def columns_of(factor):
+    rounds = record_of().cases[0].rounds[0]
+    return {"wall": {arm: [factor * s for s in column] for arm, column in rounds.seconds["wall"].items()}}
+
+
+@pytest.mark.parametrize(
+    ("check", "change", "said"),
+    [
+        ("work", lambda record: record, "its calls were made by 2 ranks, and its problem needs 1"),
+        ("ranks", with_group(gpus=[]), "2 ranks of 0 cards, NVIDIA H200"),
+        ("ranks", with_group(gpus=[], backend="gloo"), "ranks that meet by gloo, on NVIDIA H200"),
+        ("ranks", with_launches([]), "has launches of 1 of 2 ranks"),
+        ("ranks", of_rank_1(sm_clock_mhz=[210] * 30), "its sm_clock_mhz is not that of the worst rank"),
+        ("ranks", of_rank_1(throttle=["hw_thermal"] * 30), "its throttle is not that of the worst rank"),
+        ("ranks", of_rank_1(seconds=columns_of(1.0)), "have one ratio between ranks 0 and 1 in every round"),
+        ("ranks", of_rank_1(seconds=columns_of(0.9)), "have one ratio between ranks 0 and 1"),
+        ("ranks", of_rank_1(seconds={}), "its ranks have times of other arms"),
+        ("clocks", of_rank_1(sm_clock_mhz=[2500] * 30), "rank 1: case case0: a clock of 2500 MHz"),
+        ("sensors", of_rank_1(temperature_c=[300] * 30), "rank 1: case case0: the card had 300 degrees Celsius"),
+        ("launches", with_launches([[LAUNCH.model_copy(update={"block": (2048, 1, 1)})]]), "2048 threads in a block"),
+    ],
+)
+def test_a_contradiction_on_one_rank_is_found(check, change, said):
+    assert said in "".join(faults(change, check))
 
 
 def test_a_record_of_one_rank_says_nothing_of_ranks():

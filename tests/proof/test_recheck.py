@@ -56,6 +56,17 @@ def no_gpu(monkeypatch):
     monkeypatch.setitem(chain._GATES, "import", lambda _: passed("left out: it takes seconds"))
 
 
+def test_an_entry_point_that_is_watched_says_of_itself_what_it_says():
+    class Chunked:
+        layout = "chunks"
+
+        def __call__(self, x):
+            return x
+
+    assert FirstAnswer(Chunked()).layout == "chunks"
+    assert not hasattr(FirstAnswer(attend), "layout")
+
+
 def table_of(folder, answer, *, seed=5):
     write_answer(answer, folder / "case")
     problem = OPERATOR.as_table(SHORT_PROBLEM)

@@ -148,14 +148,19 @@ def test_absent_file_and_unknown_name(monkeypatch):
         load_subject("fake_atention")
 
 
-def test_a_hint_names_the_file_that_lies_beside(folder):
+def test_a_hint_names_the_file_that_lies_beside(folder, monkeypatch):
+    monkeypatch.setattr(subjects, "BUILTIN_OPERATORS", {OPERATOR: ("fake_attention",)})
+    monkeypatch.chdir(folder)
+    (folder / "a_project.toml").write_text("[project]\n")
     for text, said in (
-        ("x.py", "x.py: a .py is no subject: name its kernel.toml\nhint: the format is in"),
+        ("mine", "got 'mine'\nhint: name its file: ./kernel.toml"),
+        ("x.py", "x.py: a .py is no subject: name its kernel.toml\nhint: beside it is kernel.toml"),
+        ("gone/x.py", "gone/x.py: a .py is no subject: name its kernel.toml\nhint: the format is in"),
         ("kernal.toml", "kernal.toml: cannot be read: No such file or directory\nhint: did you mean "),
         ("y.toml", "y.toml: cannot be read: No such file or directory\nhint: the format is in"),
     ):
         with pytest.raises(SubjectError) as error:
-            load_subject(str(folder / text))
+            load_subject(text)
         assert said in str(error.value)
 
 

@@ -164,6 +164,16 @@ def test_several_tasks_run_at_the_same_time_and_fail_alone():
     assert seen == [(0, 0), (0, 1)]
 
 
+def test_a_rank_that_waits_for_one_that_is_done_is_told_and_keeps_what_it_found():
+    calls = [
+        TaskCall("tests.proof.worker_tasks:meet_on_rank_1", {}, LIMIT_S, LIMIT_S, rank=rank, ranks=2) for rank in (0, 1)
+    ]
+    done, waiting = run_tasks(calls)
+    assert done.ok
+    said = "ranks do not agree: rank 0 is done, and rank 1 is at the first call, with a fault"
+    assert said in waiting.reason
+
+
 def test_error_in_on_event_ends_the_worker():
     def fail(event):
         raise RuntimeError("stop")

@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+from flashmoe_science.proof.worker import meet, rank_here
+
 
 def answer(payload, emit):
     return {"got": payload, "pid": os.getpid()}
@@ -29,6 +31,12 @@ def count_when_told(payload, emit):
         while not Path(payload["folder"], str(i)).exists():
             time.sleep(0.02)
     return {"n": payload["n"]}
+
+
+def meet_on_rank_1(payload, emit):
+    if rank_here() == 1:
+        meet("a fault", "the first call")
+    return {}
 
 
 def raise_error(payload, emit):

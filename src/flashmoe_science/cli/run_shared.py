@@ -30,12 +30,13 @@ class Keeper:
         self.record: Record | None = None  # as it was last given
         self.factors: Callable[[Record], Sequence[float]] = lambda _: ()  # of the claims about such a run
         self._begun: Begun | None = None
+        self._is_behind = False  # the file lacks what the store has
 
     def save(self, record: Record) -> None:
-        """Replace what was kept of this run before, and of no other. A store that fails costs a warning.
+        """Replace what was kept of this run before, and of no other. A store or a file that fails costs a warning.
 
-        Raises ``EvidenceError``: another run has this id, as one from a borrowed machine may, or the file cannot be
-        written. Then the store has the run, and no file has a part of it, which readers would take for all.
+        Raises ``EvidenceError``: another run has this id, as one from a borrowed machine may, the file cannot be begun,
+        or neither file nor store can be written. Where only the store has the run, no file has a part of it.
         """
         path = record_path(self._folder, record.id)
         if self.path is None:
@@ -50,7 +51,6 @@ class Keeper:
             failed = EvidenceError(f"{path}: cannot be written: {error.strerror}", hint=hint)
             if self.path is None:  # nothing is spent yet
                 raise failed from error
-            path.unlink(missing_ok=True)
         self.path = path
         try:
             if self._store is not None:
@@ -59,7 +59,13 @@ class Keeper:
             self._store = None  # say it once
             self._terminal.warn_of(error)
         if failed is not None:
-            raise failed
+            if self._store is None:  # it is kept nowhere
+                raise failed
+            path.unlink(missing_ok=True)  # a part of the run, which readers would take for all of it
+            if not self._is_behind or record.complete:
+                self._terminal.warn_of(failed)
+                self._terminal.log.print(f"hint: the store has the run: flashmoe export {record.id}", soft_wrap=True)
+        self._is_behind = failed is not None
 
     def begin_gate(self, gate: str) -> None:
         """Enter the run into the ledger of runs begun before its first sample. A ledger that fails costs a warning."""
@@ -75,6 +81,8 @@ class Keeper:
     @property
     def place(self) -> str:
         """Where the run is kept."""
+        if self._is_behind and self.record is not None:
+            return f"run {self.record.id} of the store"
         return "nowhere yet" if self.path is None else short_path(self.path)
 
     def _refuse_taken(self, run_id: str, path: Path) -> None:

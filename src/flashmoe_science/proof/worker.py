@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
@@ -165,8 +165,10 @@ def run_tasks(
                         results[key.data] = child.finish()
                     elif on_silence is not None:
                         on_silence(child.silent_s)
-                _let_meet(children)
-                if calls[0].ranks > 1 and any(not result.ok for result in results.values()):
+                failed = any(not result.ok for result in results.values())
+                if not failed:
+                    _let_meet(children, results)
+                elif calls[0].ranks > 1:
                     left = [index for index in range(len(calls)) if index not in results]
                     results.update({index: children[index].give_up() for index in left})
         finally:
@@ -175,15 +177,17 @@ def run_tasks(
     return [results[index] for index in range(len(calls))]
 
 
-def _let_meet(children: Sequence[_Child]) -> None:
+def _let_meet(children: Sequence[_Child], ended: Container[int]) -> None:
     """Once all ranks wait for each other, hand out what they brought, or that they are at different steps."""
-    if not children or any(child.brought is None for child in children):
+    waiting = {rank: child for rank, child in enumerate(children) if rank not in ended and child.brought is not None}
+    if not waiting or any(rank not in ended for rank in range(len(children)) if rank not in waiting):
         return
-    steps = [brought["step"] for child in children if (brought := child.brought) is not None]
-    answer: dict[str, Any] = {"values": [child.brought["value"] for child in children if child.brought is not None]}
-    if other := [rank for rank, step in enumerate(steps) if step != steps[0]]:
-        answer = {"differ": f"rank 0 is at {steps[0]}, and rank {other[0]} at {steps[other[0]]}"}
-    for child in children:
+    brought = [child.brought or {} for child in waiting.values()]
+    answer: dict[str, Any] = {"values": [each["value"] for each in brought]}
+    if len(waiting) < len(children) or len({each["step"] for each in brought}) > 1:
+        places = [f"at {waiting[rank].place}" if rank in waiting else "done" for rank in range(len(children))]
+        answer = {"differ": ", and ".join(f"rank {rank} is {place}" for rank, place in enumerate(places))}
+    for child in waiting.values():
         child.brought = None
         child.send({**answer, "at": time.monotonic() + _LEAD_S})
 
@@ -419,6 +423,12 @@ class _Child:
         self._send(json.dumps(answer).encode() + b"\n")
 
     @property
+    def place(self) -> str:
+        """The step at which it waits, with what it has brought there."""
+        brought = self.brought or {"step": "no step", "value": None}
+        return f"{brought['step']}, with {brought['value']}" if brought["value"] else str(brought["step"])
+
+    @property
     def silent_s(self) -> float:
         """For how long it has said nothing."""
         return time.monotonic() - self._deadline + self._timeout_s
@@ -462,10 +472,9 @@ class _Child:
 
     def give_up(self) -> TaskResult:
         """Return the outcome of a rank that another one has ended: what it had brought to where it waits."""
-        waits = "" if self.brought is None else f"waited for it at {self.brought['step']}"
-        waits += f", with {self.brought['value']}" if self.brought is not None and self.brought["value"] else ""
         self._dump_stacks()
-        self._outcome = (False, None, waits or "was still running")
+        waits = f"waited for it at {self.place}" if self.brought is not None else "was still running"
+        self._outcome = (False, None, waits)
         return replace(self.finish(), given_up=True)
 
     def kill(self) -> None:

@@ -13,8 +13,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from functools import partial
-from itertools import combinations, compress
+from functools import partial, wraps
+from itertools import chain, combinations, compress
 from pathlib import Path
 from statistics import median
 from typing import Literal
@@ -27,8 +27,10 @@ from ..records.evidence import CLOCK_SKEW, CaseRecord, GateStatus, Gpu, Record, 
 from ..records.git import git, is_commit, read_objects
 from ..records.signing import SignatureError, envelope_of, signer_of
 from ..subject.loading import load_operator
+from ..subject.operator import ranks_of
 from ..subject.registry import is_user_defined
-from .rank_checks import ranks_fault
+from ..text import counted
+from .rank_checks import rank_views, ranks_fault
 from .roofline import known_spec
 
 Result = Literal["passed", "contradiction", "not checked"]
@@ -182,12 +184,15 @@ def _work(record: Record) -> _Found:
     if is_user_defined(record.subject.operator):
         raise UncheckedError(f"operator {record.subject.operator} is code of a repository, which does not run here")
     operator = load_operator(record.subject.operator)
+    made_by = 1 if record.environment.ranks is None else record.environment.ranks.count
     for case in record.cases:
         try:
             problem = operator.parse_case(case.problem)
         except FlashmoeError as error:
             yield f"case {case.name}: its problem is none of operator {record.subject.operator}: {error}"
             return
+        if (ranks := ranks_of(operator, problem)) != made_by:
+            yield f"case {case.name}: its calls were made by {counted(made_by, 'rank')}, and its problem needs {ranks}"
         work, said = operator.work(problem), case.work
         for name in ("flops", "bytes", "tokens"):
             if (value := getattr(work, name)) != getattr(said, name):
@@ -264,6 +269,24 @@ def _orders(record: Record) -> _Found:
                         yield f"case {case.name}, process {process}: {what}"
 
 
+def _on_each_rank(check: Callable[[Record], _Found]) -> Callable[[Record], _Found]:
+    """Return a check of what is said of all ranks, and of each one's card and sensors."""
+
+    @wraps(check)
+    def check_all(record: Record) -> _Found:
+        unchecked: UncheckedError | None = None
+        for whose, view in rank_views(record):
+            try:
+                yield from (f"{whose}{said}" for said in check(view))
+            except UncheckedError as why:
+                unchecked = why
+        if unchecked is not None:
+            raise unchecked
+
+    return check_all
+
+
+@_on_each_rank
 def _sensors(record: Record) -> _Found:
     """Compare what the card is and what its sensors read with what its model can be."""
     gpu = _gpu_of(record)
@@ -288,6 +311,7 @@ def _gpu_of(record: Record) -> Gpu:
     return record.environment.gpu
 
 
+@_on_each_rank
 def _clocks(record: Record) -> _Found:
     """Compare clocks with the card's highest, and times with what the card can do at these clocks."""
     gpu = record.environment.gpu
@@ -359,7 +383,8 @@ def _launches(record: Record) -> _Found:
     """Compare launches with what a GPU can launch."""
     gpu = record.environment.gpu
     memory = shared_memory_limit(gpu.arch) if gpu else None
-    launched = [(case, arm, launch) for case in record.cases for arm in case.arms for launch in arm.launches]
+    arms = [(case, arm) for case in record.cases for arm in case.arms]
+    launched = ((*of, launch) for of in arms for launch in chain(of[1].launches, *of[1].rank_launches))
     for case, arm, launch in launched:
         told = f"case {case.name}: {arm.name} launches {launch.name[:60]}"
         if not 0 < math.prod(launch.block) <= _MOST_THREADS:

@@ -24,7 +24,7 @@ from .launches import CallTrace, Recording
 from .measure import CudaTimer, Graph, HostTimer, Timer
 from .rounds import Case, Plan, measure_case
 from .schedule import derived_seed
-from .shared_state import Guard
+from .shared_state import Guard, guard_against
 
 _CAPTURED_CALLS = 2  # that the second runs what the first ran is part of the answer
 
@@ -102,8 +102,8 @@ def open_gpu(
     torch.set_grad_enabled(False)
     if torch.cuda.is_available():
         torch.cuda.init()  # type: ignore[no-untyped-call]  # a variable that a module sets is too late for the driver
-    changes = Guard().changes
     subject = Subject.from_json(payload["subject"])
+    changes = guard_against(subject)
     operator = operator_of(subject)
     loaded = arms_module.load_arms(subject, operator, payload["baselines"], changes)
     return operator, loaded, CudaTimer() if make_timer is None else make_timer()

@@ -7,7 +7,6 @@ that check it gains nothing: these are others.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +29,6 @@ class FirstAnswer:
     """An entry point that keeps a copy of the first answer that it gives, as plain tensors."""
 
     def __init__(self, entry: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, entry)  # what it says of itself, e.g. its layout
         self._entry = entry
         self.answer: Answer | None = None
 
@@ -43,6 +41,10 @@ class FirstAnswer:
                 torch.cuda.synchronize()
             self.answer = copied(answer)
         return answer
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the entry point says of itself, e.g. its layout."""
+        return getattr(self._entry, name)
 
 
 def write_answer(answer: Answer, path: Path) -> None:

@@ -33,9 +33,14 @@ from types import FrameType, ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.attention
 import torch.nn.functional as F  # noqa: N812 - its usual name
 import torch.testing
 
+from ..subject.loading import load_operator
+from ..subject.registry import is_user_defined
+from ..subject.subject import Subject
 from .variables import is_shared
 
 HINT = "the baselines run in the same process: set it around your own call alone, and put it back"
@@ -49,6 +54,7 @@ _OWNERS: Mapping[str, Any] = {
     "torch.cuda": torch.cuda,
     **{f"torch.cuda.{name}": getattr(torch.cuda, name) for name in ("CUDAGraph", "Event", "Stream")},
     "torch.testing": torch.testing,
+    **({each.__name__: each for each in (dist, dist.distributed_c10d)} if dist.is_available() else {}),
 }
 
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
@@ -189,6 +195,16 @@ class Guard:
         return "; ".join(filter(None, found))
 
 
+def guard_against(subject: Subject) -> Callable[[], str]:
+    """Return what says what ``subject`` changes; taken before its import, and after that of our operator's baselines.
+
+    An operator of the user's own may import the subject, so it is loaded later.
+    """
+    if not is_user_defined(subject.operator):
+        load_operator(subject.operator).baselines()
+    return Guard().changes
+
+
 def _let_torch_choose() -> None:
     """Call SDPA on the GPU, if there is one: the first call sets the priority of its backends, whoever makes it."""
     if torch.version.cuda is not None and torch.cuda.is_available():
@@ -206,6 +222,7 @@ _LIBRARIES: Mapping[str, ModuleType] = {
     for each in (
         *(builtins, ctypes, gc, hashlib, inspect, json, math, os, random, secrets, signal, statistics, subprocess),
         *(threading, torch.autograd, torch.backends.cuda, torch.backends.cudnn, torch.linalg, torch.random),
+        torch.nn.attention,
     )
 }
 
@@ -220,7 +237,7 @@ def _code() -> dict[str, _Code]:
 def _members(modules: Mapping[str, Any], *, functions_only: bool) -> Iterator[tuple[str, _Code]]:
     for owner, holder in modules.items():
         for name, value in list(vars(holder).items()):
-            if isinstance(value, type) and getattr(value, "__module__", None) == owner and not functions_only:
+            if not functions_only and isinstance(value, type) and getattr(value, "__module__", None) == owner:
                 yield f"{owner}.{name}", (value,)
                 for method, member in list(vars(value).items()):
                     if callable(function := getattr(member, "__func__", getattr(member, "fget", member))):

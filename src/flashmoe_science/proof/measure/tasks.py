@@ -37,10 +37,10 @@ def import_subject(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:  # no
 
 def _import(payload: dict[str, Any]) -> list[str]:
     """Import the subject, and return notes about it. Raises ``SubjectError``."""
-    from .shared_state import AT_IMPORT, HINT, Guard  # it imports torch, which not every task needs
+    from .shared_state import AT_IMPORT, HINT, guard_against  # it imports torch, which not every task needs
 
-    changes = Guard().changes
     subject = Subject.from_json(payload["subject"])
+    changes = guard_against(subject)
     operator = operator_of(subject)
     try:
         entry = load_entry(subject)
@@ -161,10 +161,10 @@ def check_correct(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
     place, and, where it passed, ``stress_draws``: those that it passed too.
     """
     from .recheck import FirstAnswer, write_answer  # they import torch, which not every task needs
-    from .shared_state import AT_IMPORT, HINT, Guard
+    from .shared_state import AT_IMPORT, HINT, guard_against
 
-    changes = Guard().changes
     subject = Subject.from_json(payload["subject"])
+    changes = guard_against(subject)
     operator = operator_of(subject)
     entry = load_entry(subject)
     if found := changes():

@@ -43,7 +43,12 @@ def _merge_rounds(rounds: Sequence[dict[str, Any] | None]) -> dict[str, Any] | N
     by_rank = [each for each in rounds if each is not None]
     if not by_rank:  # an arm that has no time on one rank has none on any
         return None
-    first = by_rank[0]
+    seen = ("sm_clock_mhz", "power_w", "temperature_c", "throttle", "seconds")
+    return {**by_rank[0], **merge_seen(by_rank), "ranks": [{name: each[name] for name in seen} for each in by_rank]}
+
+
+def merge_seen(by_rank: Results) -> dict[str, Any]:
+    """Return the columns of the slowest times and the worst sensors of those of all ranks, see ``RankRounds``."""
 
     def worst(name: str, choose: Any) -> list[Any]:
         columns = zip(*(each[name] for each in by_rank), strict=True)
@@ -58,17 +63,14 @@ def _merge_rounds(rounds: Sequence[dict[str, Any] | None]) -> dict[str, Any] | N
             arm: [max(row) for row in zip(*(each["seconds"][kind][arm] for each in by_rank), strict=True)]
             for arm in columns
         }
-        for kind, columns in first["seconds"].items()
+        for kind, columns in by_rank[0]["seconds"].items()
     }
-    seen = ("sm_clock_mhz", "power_w", "temperature_c", "throttle", "seconds")
     return {
-        **first,
         "sm_clock_mhz": worst("sm_clock_mhz", min),
         "power_w": worst("power_w", max),
         "temperature_c": worst("temperature_c", max),
         "throttle": throttle,
         "seconds": seconds,
-        "ranks": [{name: each[name] for name in seen} for each in by_rank],
     }
 
 

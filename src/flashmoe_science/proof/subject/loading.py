@@ -134,7 +134,8 @@ def load_subject(text: str, *, time_limit: float | None = None) -> Subject:
     """
     path = Path(text)
     if path.suffix == ".py":
-        raise SubjectError(f"{text}: a .py is no subject: name its kernel.toml", hint=_HINT)
+        near = next((f"beside it is {file}" for file in _files_beside(path)), _HINT)
+        raise SubjectError(f"{text}: a .py is no subject: name its kernel.toml", hint=near)
     if path.suffix != ".toml" and len(path.parts) == 1:
         names = builtin_names()
         if text in names:  # a folder of the same name is meant by "./name"
@@ -143,8 +144,19 @@ def load_subject(text: str, *, time_limit: float | None = None) -> Subject:
             close = difflib.get_close_matches(text, names, n=1)
             hint = f"give the path of a kernel.toml, see {page('reference/kernel-toml')}"
             hint = f"did you mean {close[0]}?" if close else hint
+            files = [file for file, name in _files_beside(path).items() if name == text]
+            hint = f"name its file: ./{files[0]}" if files else hint
             raise SubjectError(f"subject must be one of {', '.join(names)} or a kernel.toml, got {text!r}", hint=hint)
     return _subject_from_file(path / "kernel.toml" if path.is_dir() else path, time_limit)
+
+
+def _files_beside(path: Path) -> dict[Path, str]:
+    """Return the TOML files in the folder of ``path`` that describe a subject, with its name; kernel.toml is first."""
+    found = {}
+    for file in sorted(path.parent.glob("*.toml"), key=lambda file: (file.name != "kernel.toml", file.name)):
+        with contextlib.suppress(SubjectError):  # it has a mistake, or describes something else
+            found[file] = read_toml(file, _KernelFile, SubjectError).subject.name
+    return found
 
 
 def _with_limit(subject: Subject, seconds: float | None) -> Subject:
