@@ -17,6 +17,7 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 from flashmoe_science.attention.backward.plan import plan_backward
 from flashmoe_science.attention.backward.prepare import prepare_backward_kernels
 from flashmoe_science.attention.backward.problem import BackwardProblem
+from flashmoe_science.attention.decode.merge import merge_kernel
 from flashmoe_science.attention.decode.plan import plan_with_kv_cache
 from flashmoe_science.attention.decode.prepare import prepare_cache_kernels
 from flashmoe_science.attention.decode.problem import CacheProblem
@@ -58,6 +59,9 @@ def sources() -> Iterator[tuple[KernelSource, int]]:
     appending = CacheProblem(2, 8, 2, 1, 4096, 128, 128, "bf16", seqlen_new=1)
     forward = AttentionProblem(2, 4, 2, 512, 512, 64, 64, "bf16", bias="fp32")
     biased = BackwardProblem(forward, bias_sums=(True, False))
+    with_sinks = AttentionProblem(2, 4, 2, 512, 512, 64, 64, "bf16", sinks="fp32")
+    sinking = BackwardProblem(with_sinks, wants_sinks=True)
+    merged = (((65536, 32768, 64, 1), (1024, 512, 1)),) * 3
     packed = BackwardProblem(AttentionProblem(2, 4, 2, 512, 512, 64, 64, "bf16", packed=True))
     masked = BackwardProblem(AttentionProblem(2, 4, 2, 512, 512, 64, 64, "bf16", mask_batch=1, mask_heads=2))
     routing = Routing(9, 64, 4, "fp32", (64, 1), "sigmoid", True, "fp32", 4, 2, 1.0)
@@ -66,6 +70,8 @@ def sources() -> Iterator[tuple[KernelSource, int]]:
             *prepare_cache_kernels(plan_with_kv_cache(appending, SPECS[gpu])),
             *prepare_backward_kernels(plan_backward(biased, SPECS[gpu])),
             *prepare_backward_kernels(plan_backward(packed, SPECS[gpu])),
+            *prepare_backward_kernels(plan_backward(sinking, SPECS[gpu])),
+            merge_kernel((2, 2, 512, 64), merged, ("bf16", "bf16", "fp32"), aligned=True),
             *prepare_backward_kernels(plan_backward(masked, SPECS[gpu])),
             kernel_of(routing, arch),
             backward_kernel_of(routing, arch),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -142,6 +144,16 @@ def test_every_operator_that_multiplies_has_a_formula():
     for name in ("plain", "packed", "paged", "cache", "append", "experts"):
         call, make, _ = CALLS[name]
         assert counted(lambda *x, call=call: call(*x), *make("cpu")) > 0
+
+
+def test_a_rank_has_its_share_of_the_pairs():
+    given = {"q": torch.zeros(1, 4, 8, 16), "k": torch.zeros(1, 2, 8, 16), "v": torch.zeros(1, 2, 8, 16), "ranks": 2}
+    pairs = 4 * 16 * 16 // 2  # of four heads, 16 tokens and two ranks
+    assert _FORMULAS["attention_over_ranks"]({**given, "plan": -1}) == 2 * pairs * 32
+    assert _FORMULAS["attention_over_ranks_backward"]({**given, "plan": -1}) == 2 * pairs * 80
+    documents = SimpleNamespace(starts=(0, 6, 16))
+    with mock.patch("flashmoe_science.distributed.named.named", return_value=documents):
+        assert _FORMULAS["attention_over_ranks"]({**given, "plan": 0}) == 2 * (4 * (36 + 100) // 2) * 32
 
 
 COUNTER = "from torch.utils.flop_counter import FlopCounterMode\n"

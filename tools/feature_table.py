@@ -99,6 +99,11 @@ CACHE_FEATURES: dict[str, dict[str, Any]] = {
     "appending with rotary embedding, interleaved": {
         "seqlen_new": 1, "rotary_dim": 64, "rotary_dtype": "fp32", "rotary_interleaved": True,
     },
+    "fp8": {"is_fp8": True},
+    "fp8 with a scale for each key": {
+        "is_fp8": True, "k_by_token": True, "v_by_token": True, "k_scale_strides": (8192, 8, 1),
+        "v_scale_strides": (8192, 8, 1),
+    },
     "left padding": {"has_leftpad": True},
     "batch index": {"has_batch_idx": True},
     "`num_splits`": {"num_splits": 4},
@@ -170,7 +175,10 @@ def _row(features: str, cells: Iterable[str]) -> str:
 
 
 def _table(title: str, letters: Letters, features: dict[str, dict[str, Any]]) -> str:
-    """Return a table: a column for architectures that are alike in fp16 and bf16, and one for fp32 on all of them."""
+    """Return a table: a column for architectures that are alike in fp16 and bf16, and one for fp32.
+
+    fp32 is alike on all that serve a feature.
+    """
     columns: dict[str, tuple[str, ...]] = {}
     for arch, gpu in GPUS.items():
         fp16, bf16 = (
@@ -178,7 +186,11 @@ def _table(title: str, letters: Letters, features: dict[str, dict[str, Any]]) ->
         )
         assert fp16 == bf16, arch
         columns[arch] = fp16
-    (fp32,) = {tuple(letters(gpu, "fp32", options) for options in features.values()) for gpu in GPUS.values()}
+    fp32 = []
+    for place, options in enumerate(features.values()):
+        served = [gpu for arch, gpu in GPUS.items() if columns[arch][place] != "–"] or [*GPUS.values()]
+        (cell,) = {letters(gpu, "fp32", options) for gpu in served}
+        fp32.append(cell)
     merged: dict[tuple[str, ...], list[str]] = {}
     for arch, cells in columns.items():
         merged.setdefault(cells, []).append(arch)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.machinery
 import importlib.util
+import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import MetaPathFinder
@@ -54,7 +55,8 @@ class _AtImport(MetaPathFinder):
 def _register(counter: ModuleType) -> None:
     import torch
 
-    for name in _DEFINE_OPERATORS:
+    over_ranks = ("distributed.operator",) if torch.distributed.is_available() else ()
+    for name in (*_DEFINE_OPERATORS, *over_ranks):
         importlib.import_module(f".{name}", __package__)
     for name, count in _FORMULAS.items():
         operator = getattr(torch.ops.flashmoe_science, name, None)
@@ -80,6 +82,26 @@ def _attend(given: Given) -> int:
 def _attend_backward(given: Given) -> int:
     """Five: the scores again, and the gradients of V, P, Q and K."""
     return int(2 * _pairs(given) * (3 * given["q"].shape[-1] + 2 * given["v"].shape[-1]))
+
+
+def _attend_over_ranks(given: Given) -> int:
+    """Of one rank: a batch's pairs are shared equally."""
+    return int(2 * _pairs_of_rank(given) * (given["q"].shape[-1] + given["v"].shape[-1]))
+
+
+def _attend_over_ranks_backward(given: Given) -> int:
+    return int(2 * _pairs_of_rank(given) * (3 * given["q"].shape[-1] + 2 * given["v"].shape[-1]))
+
+
+def _pairs_of_rank(given: Given) -> int:
+    """Return the pairs of a query and a key of its document, of all heads and ranks, by the number of ranks."""
+    from .distributed.named import named
+
+    if given["plan"] < 0:
+        return _pairs(given) * int(given["ranks"])
+    starts = named(given["plan"], "plan").starts
+    squares = sum((end - start) ** 2 for start, end in itertools.pairwise(starts))
+    return int(given["q"].shape[1] * squares // given["ranks"])
 
 
 def _pairs(given: Given) -> int:
@@ -163,6 +185,8 @@ _FORMULAS: dict[str, Callable[[Given], int]] = {
     "attention_varlen": _attend,
     "attention_varlen_paged": _attend,
     "attention_backward": _attend_backward,
+    "attention_over_ranks": _attend_over_ranks,
+    "attention_over_ranks_backward": _attend_over_ranks_backward,
     "attention_masked": _attend,
     "attention_masked_backward": _attend_backward,
     "attention_with_kv_cache": _attend_to_cache,

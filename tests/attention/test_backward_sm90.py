@@ -328,7 +328,7 @@ def test_a_kernel_can_be_forced_from_the_environment(monkeypatch):
         explain_gradients(q, k, v)
     assert explain_gradients(q, k, v, kernel="reference").kernel == "reference"
     monkeypatch.setenv("FLASHMOE_BACKWARD_KERNEL", "fastest")
-    names = "backward_gluon_sm90, backward_triton, reference"
+    names = "backward_gluon_sm90, backward_triton, backward_masked_triton, reference"
     with pytest.raises(InputError, match=f"FLASHMOE_BACKWARD_KERNEL must be auto or one of {names}, got 'fastest'"):
         attention_gradients(Options(causal=True, softmax_scale=None), tensors, ["q", "k", "v"])
 

@@ -221,7 +221,7 @@ def test_plans():
 
 def test_refusals():
     problem = make_plan(90, 64, "bf16", "causal").problem
-    names = "backward_gluon_sm90, backward_triton, reference"
+    names = "backward_gluon_sm90, backward_triton, backward_masked_triton, reference"
     with pytest.raises(InputError, match=f"kernel must be auto or one of {names}, got 'fastest'"):
         plan_backward(problem, SPECS["H200"], "fastest")
     with pytest.raises(UnsupportedError, match="no kernel serves head dimension 257"):

@@ -19,7 +19,7 @@ from flashmoe_science import (
     flash_attention_with_kv_cache,
     merge_attention_states,
 )
-from flashmoe_science.attention.decode.merge import _kernel, _launch, run_merge
+from flashmoe_science.attention.decode.merge import _launch, merge_kernel, run_merge
 
 from .merge_cases import MERGE_CASES, make_parts
 from .merge_checks import assert_merged, merged_exactly
@@ -54,7 +54,7 @@ def test_the_kernel_compiles(columns, arch):
     from flashmoe_science.gpu.compile import read_resources
 
     layout = ((9 * columns, 3 * columns, columns, 1), (9, 3, 1))
-    kernel = _kernel((2, 3, 3, columns), (layout,) * 3, ("bf16", "bf16", "bf16"), True)
+    kernel = merge_kernel((2, 3, 3, columns), (layout,) * 3, ("bf16", "bf16", "bf16"), True)
     found = read_resources(kernel.source, arch)
     assert found.spill_bytes == 0
     assert found.shared_memory_bytes <= 4096
@@ -178,7 +178,7 @@ def test_what_breaks_the_contract_is_refused_by_name(outs, lses, message):
 def test_sizes_that_no_program_holds_are_refused():
     layout = ((0, 0, 8, 1), (0, 0, 1))
     with pytest.raises(UnsupportedError, match="no kernel merges 2147483648 rows"):
-        _kernel((1, 1, 2**31, 8), (layout,) * 3, ("fp16",) * 3, True)
+        merge_kernel((1, 1, 2**31, 8), (layout,) * 3, ("fp16",) * 3, True)
     wide = torch.zeros(1, 1, 1, 1040)
     with pytest.raises(UnsupportedError, match="no kernel merges outputs of D 1040"):
         _launch((wide, wide, wide), (torch.zeros(1, 1, 1),) * 3)

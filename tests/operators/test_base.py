@@ -12,6 +12,7 @@ from flashmoe_science import InputError
 from flashmoe_science.errors import CompileError
 from flashmoe_science.gpu.specs import find_gpu
 from flashmoe_science.operators import MODULES
+from flashmoe_science.operators.ranks.over_ranks import RankedProblem
 from flashmoe_science.proof.subject.loading import load_operator
 from flashmoe_science.proof.subject.operator import Launching, Operator, Planning, Recognising, ours
 from flashmoe_science.proof.subject.subject import PACKAGE_FOLDER
@@ -64,7 +65,7 @@ def test_entry_points_and_baselines_are_found_by_their_names(name):
         assert callable(getattr(importlib.import_module(module), attribute))
     assert all(baseline.name == called for called, baseline in operator.baselines().items())
     sources = operator.sources("")
-    assert f"operators/{MODULES[name]}.py" in sources
+    assert f"operators/{MODULES[name].replace('.', '/')}.py" in sources
     assert all((PACKAGE_FOLDER / path).is_file() for path in sources)
 
 
@@ -94,6 +95,9 @@ def test_only_a_gpu_that_is_known_refuses(name):
 @EVERY
 def test_launches_are_promised_for_a_gpu_that_is_there(name, monkeypatch):
     operator, case = operator_and_case(name)
+    if isinstance(case, RankedProblem):  # NCCL's launches differ by version
+        assert operator.promised_launches(next(iter(operator.kernels)), case) == ()
+        return
     monkeypatch.setattr("flashmoe_science.operators.base.current_gpu", lambda: None)
     with pytest.raises(CompileError, match="there is none"):
         operator.promised_launches(next(iter(operator.kernels)), case)

@@ -169,7 +169,7 @@ def _launch(outs: tuple[Tensor, Tensor, Tensor], lses: tuple[Tensor, Tensor, Ten
     if device.type == "cpu":
         from ..forward.prepare import interpret
 
-        interpret(_kernel(*key), (*batched[:2], *sums[:2], batched[2], sums[2]))
+        interpret(merge_kernel(*key), (*batched[:2], *sums[:2], batched[2], sums[2]))
         return
     with torch.cuda.device(device):
         assert _raw_stream is not None
@@ -186,11 +186,11 @@ def _launch_of(
 
     arch = gpu_of_device(device).arch
     refuse_architecture(arch)
-    kernel = _kernel(shape, layouts, dtypes, aligned)
+    kernel = merge_kernel(shape, layouts, dtypes, aligned)
     return prepare_launch(kernel.source, arch, device, kernel.grid, kernel.scalars)
 
 
-def _kernel(
+def merge_kernel(
     shape: tuple[int, ...], layouts: tuple[_Layout, ...], dtypes: tuple[str, ...], aligned: bool  # noqa: FBT001 - a key
 ) -> PreparedKernel:  # fmt: skip
     """Return the launch that merges two parts of ``[B, H, S, D]``; layouts and dtypes are theirs and the output's."""
