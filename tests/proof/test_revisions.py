@@ -127,7 +127,7 @@ def with_package(repository, operator=None, tag="packaged", *, place="operators/
     """Commit a copy of our own package, or one with this operator in this place."""
     target = repository / "src" / PACKAGE_FOLDER.name
     shutil.rmtree(target, ignore_errors=True)
-    for room in ("attention", "gpu", "moe", "operators"):
+    for room in ("attention", "distributed", "gpu", "moe", "operators"):
         shutil.copytree(PACKAGE_FOLDER / room, target / room, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("__init__.py", "errors.py", "flops.py"):
         shutil.copy(PACKAGE_FOLDER / file, target / file)
