@@ -138,6 +138,7 @@ def main():
                     print(f"step {step}: loss {several:.4f}, on one {one:.4f}")
             largest = max(abs(one - several) for one, several in zip(*curves, strict=True))
             print(f"largest difference between the curves: {largest:.6f}")
+        dist.barrier()  # no rank leaves while another still waits for it
     finally:
         dist.destroy_process_group()
 
