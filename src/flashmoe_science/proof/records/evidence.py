@@ -214,7 +214,7 @@ class Rounds(Model):
     seconds: dict[TimeKind, dict[str, list[float]]]  # kind -> arm -> seconds of one call
     # which run took it: 0 is the record's own, n the n-th of its ``resumed``; empty: all are its own
     session: list[int] = Field(default_factory=list)
-    # Of several ranks, each. Then ``seconds`` are those of the slowest, and the sensors above those of the worst card.
+    # One entry a rank, where there are several: ``seconds`` are the slowest rank's, sensors above the worst card's.
     ranks: list[RankRounds] = Field(default_factory=list)
 
     @model_validator(mode="after")
