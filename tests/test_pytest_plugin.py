@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from flashmoe_science.proof.judge import verify
-from flashmoe_science.proof.records.evidence import SourceFile, write_record
+from flashmoe_science.proof.records.documents import write_record
+from flashmoe_science.proof.records.evidence import SourceFile
 from flashmoe_science.proof.report import junit
 
 from .proof import fake_operator

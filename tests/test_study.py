@@ -15,9 +15,9 @@ import pytest
 from flashmoe_science.proof.compare.compare import Effect
 from flashmoe_science.proof.measure.arms import Loaded
 from flashmoe_science.proof.measure.schedule import derived_seed
+from flashmoe_science.proof.processes import TaskResult
 from flashmoe_science.proof.subject.subject import Subject
 from flashmoe_science.proof.subject.suites import SuiteCase
-from flashmoe_science.proof.worker import TaskResult
 
 from .proof.builders import H200, build_record
 from .proof.chain import environment_with

@@ -27,7 +27,8 @@ from flashmoe_science.proof.judge.statistics import (
     proportion_interval,
     suite_interval,
 )
-from flashmoe_science.proof.records.evidence import Record, TimeKind, read_record
+from flashmoe_science.proof.records.documents import read_record
+from flashmoe_science.proof.records.evidence import Record, TimeKind
 
 OFFSETS = (0.0, 0.2, 0.5, 1.0)  # of processes, in the same unit
 MOST = 36  # cases

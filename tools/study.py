@@ -36,6 +36,8 @@ from flashmoe_science.proof.judge.judge import paired_log_ratios
 from flashmoe_science.proof.judge.rows import kinds_measured
 from flashmoe_science.proof.judge.statistics import Interval, hodges_lehmann, log_ratios, proportion_interval
 from flashmoe_science.proof.measure.environment import describe_apart
+from flashmoe_science.proof.processes import TaskResult
+from flashmoe_science.proof.records.documents import read_record, read_text, record_path, write_document
 from flashmoe_science.proof.records.evidence import (
     Arm,
     CaseRecord,
@@ -49,16 +51,12 @@ from flashmoe_science.proof.records.evidence import (
     Settings,
     SubjectInfo,
     Work,
-    read_record,
-    read_text,
-    record_path,
-    write_document,
 )
 from flashmoe_science.proof.records.store import record_files
 from flashmoe_science.proof.subject.loading import load_subject, operator_of
 from flashmoe_science.proof.subject.subject import Subject, hash_sources
 from flashmoe_science.proof.subject.suites import SuiteCase, load_suite
-from flashmoe_science.proof.worker import Emit, TaskResult, run_task
+from flashmoe_science.proof.worker import Emit, run_task
 
 HOLDS, FAILS, INCONCLUSIVE = 0, 1, 4
 A, B, CONTROL = "a", "b", "a#2"  # A is the baseline, B the subject

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flashmoe_science import cli
-from flashmoe_science.proof.records.evidence import write_record
+from flashmoe_science.proof.records.documents import write_record
 from flashmoe_science.proof.report.readme import BEGIN, END
 
 from ..proof.builders import build_record

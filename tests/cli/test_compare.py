@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from flashmoe_science.proof.records.evidence import write_record
+from flashmoe_science.proof.records.documents import write_record
 from flashmoe_science.proof.records.store import Store
 
 from ..proof.builders import build_record

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from flashmoe_science.proof.cost.cost import size_of
-from flashmoe_science.proof.records.evidence import Gate, write_record
+from flashmoe_science.proof.records.documents import write_record
+from flashmoe_science.proof.records.evidence import Gate
 from flashmoe_science.proof.records.ledger import GPU_GATES
 from flashmoe_science.proof.records.store import Store
 

@@ -10,7 +10,8 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from flashmoe_science.errors import EvidenceError
-from flashmoe_science.proof.records.evidence import SourceFile, SubjectInfo, read_record
+from flashmoe_science.proof.records.documents import read_record
+from flashmoe_science.proof.records.evidence import SourceFile, SubjectInfo
 from flashmoe_science.proof.records.store import Store
 
 from ..proof.builders import build_gates, build_record

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe_science.proof.records.evidence import write_record
+from flashmoe_science.proof.records.documents import write_record
 
 from ..proof.builders import build_gates, build_record
 

@@ -11,7 +11,7 @@ import pytest
 
 from flashmoe_science.cli.names import moment_named
 from flashmoe_science.errors import InputError
-from flashmoe_science.proof.records.evidence import read_record, record_text, write_record
+from flashmoe_science.proof.records.documents import read_record, record_text, write_record
 from flashmoe_science.proof.records.store import Store
 
 from ..proof.builders import build_record

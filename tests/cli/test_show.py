@@ -11,9 +11,10 @@ import pytest
 
 from flashmoe_science.proof.measure.baselines import BaselineStatus
 from flashmoe_science.proof.measure.doctor import Check
-from flashmoe_science.proof.records.evidence import SourceFile, write_record
+from flashmoe_science.proof.processes import TaskResult
+from flashmoe_science.proof.records.documents import write_record
+from flashmoe_science.proof.records.evidence import SourceFile
 from flashmoe_science.proof.records.store import Store
-from flashmoe_science.proof.worker import TaskResult
 
 from ..proof.builders import build_record
 from ..proof.claim_builders import build_claim, claim_toml, suite_toml, worded

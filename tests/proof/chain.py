@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from flashmoe_science.proof.gates import ProveRequest, prove
+from flashmoe_science.proof.processes import TaskResult
 from flashmoe_science.proof.records.evidence import Environment, Gate, GateStatus, Gpu, Record, Settings
 from flashmoe_science.proof.subject.loading import load_subject
 from flashmoe_science.proof.subject.subject import Subject
 from flashmoe_science.proof.subject.suites import Suite, SuiteCase
-from flashmoe_science.proof.worker import TaskResult
 
 from .builders import H200
 from .fake_operator import OPERATOR, Problem

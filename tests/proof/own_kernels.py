@@ -6,7 +6,8 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
-from flashmoe_science.proof.records.evidence import Record, SourceFile, SubjectInfo, write_record
+from flashmoe_science.proof.records.documents import write_record
+from flashmoe_science.proof.records.evidence import Record, SourceFile, SubjectInfo
 
 from .builders import build_record
 

@@ -121,9 +121,7 @@ class SimulatedRecording(Recording):
 
 
 class SimulatedTimer(Timer):
-    """Every method that the real timer has, on the simulated GPU."""
-
-    name = "cpu"
+    """A timer of the simulated GPU."""
 
     def __init__(self, gpu, l2_bytes=1 << 10):
         self.gpu = gpu
@@ -134,9 +132,6 @@ class SimulatedTimer(Timer):
 
     def synchronize(self):
         self.gpu.synchronize()
-
-    def empty_cache(self):
-        pass
 
     def read_sensors(self):
         return Reading(sm_clock_mhz=1980, power_w=300.0, temperature_c=40, throttle="")
@@ -151,9 +146,6 @@ class SimulatedTimer(Timer):
     def flush_cache(self):
         self.flushes += 1
         self.gpu.run(50e-6, "fill")
-
-    def sleep(self):
-        pass
 
     def streams(self):
         return [contextlib.nullcontext(), contextlib.nullcontext()]

@@ -11,7 +11,8 @@ from flashmoe_science.errors import EvidenceError
 from flashmoe_science.proof.judge.consistency import Consistency
 from flashmoe_science.proof.judge.limits import UNKNOWN_RUNS, runs_begun
 from flashmoe_science.proof.records.begun import FIRST
-from flashmoe_science.proof.records.evidence import Resumed, parse_record, record_text
+from flashmoe_science.proof.records.documents import parse_record, record_text
+from flashmoe_science.proof.records.evidence import Resumed
 from flashmoe_science.proof.records.store import Store
 
 from .builders import L4, build_record

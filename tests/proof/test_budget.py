@@ -11,9 +11,10 @@ import pytest
 from flashmoe_science.proof.cost.cost import Bill, Meter, PastRun, Rate, Rates, RatesFile, past_run, size_of
 from flashmoe_science.proof.gates import chain, run
 from flashmoe_science.proof.judge.run_verdicts import last_word, run_exit_code
-from flashmoe_science.proof.records.evidence import GateName, Record, parse_record
+from flashmoe_science.proof.processes import TaskResult
+from flashmoe_science.proof.records.documents import parse_record
+from flashmoe_science.proof.records.evidence import GateName, Record
 from flashmoe_science.proof.remote.agent import BUDGET, SIZE, _Asked
-from flashmoe_science.proof.worker import TaskResult
 
 from .chain import (
     FEW,

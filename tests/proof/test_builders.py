@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flashmoe_science.proof.records.evidence import GateStatus, Record, read_record, write_record
+from flashmoe_science.proof.records.documents import read_record, write_record
+from flashmoe_science.proof.records.evidence import GateStatus, Record
 
 from .builders import build_record
 

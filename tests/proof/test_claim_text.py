@@ -7,7 +7,7 @@ import pytest
 from flashmoe_science.proof.judge.claims import claim_sentence, sentence_fault
 from flashmoe_science.proof.judge.judge import VerdictStatus, judge
 from flashmoe_science.proof.judge.verify import verify_claims
-from flashmoe_science.proof.records.evidence import write_record
+from flashmoe_science.proof.records.documents import write_record
 
 from .builders import build_record
 from .claim_builders import build_claim, claim_toml, suite_toml

@@ -9,7 +9,8 @@ import pytest
 
 from flashmoe_science.errors import ClaimError
 from flashmoe_science.proof.judge.claims import Claim, find_evidence, load_claims, why_not
-from flashmoe_science.proof.records.evidence import Record, record_text
+from flashmoe_science.proof.records.documents import record_text
+from flashmoe_science.proof.records.evidence import Record
 
 from .builders import ENTRY_POINT, L4, build_record
 

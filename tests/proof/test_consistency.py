@@ -19,16 +19,8 @@ from flashmoe_science.proof.judge.claims import load_claims
 from flashmoe_science.proof.judge.consistency import Consistency, contradiction
 from flashmoe_science.proof.judge.judge import VerdictStatus
 from flashmoe_science.proof.judge.verify import verify_claims
-from flashmoe_science.proof.records.evidence import (
-    Record,
-    SourceFile,
-    SubjectInfo,
-    TreeState,
-    parse_record,
-    read_record,
-    record_text,
-    write_record,
-)
+from flashmoe_science.proof.records.documents import parse_record, read_record, record_text, write_record
+from flashmoe_science.proof.records.evidence import Record, SourceFile, SubjectInfo, TreeState
 
 from .builders import build_record
 from .repositories import commit, git

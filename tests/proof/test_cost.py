@@ -28,7 +28,8 @@ from flashmoe_science.proof.cost.cost import (
     size_of,
     spent_seconds,
 )
-from flashmoe_science.proof.records.evidence import Arm, Compared, Resumed, Revision, documents_in, name_of, read_record
+from flashmoe_science.proof.records.documents import documents_in, name_of, read_record
+from flashmoe_science.proof.records.evidence import Arm, Compared, Resumed, Revision
 from flashmoe_science.proof.records.ledger import GPU_GATES, Entry
 from flashmoe_science.proof.records.store import Archive, Store
 

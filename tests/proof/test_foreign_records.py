@@ -12,7 +12,7 @@ from flashmoe_science.errors import ClaimError, EvidenceError
 from flashmoe_science.proof.judge.claims import load_claims
 from flashmoe_science.proof.judge.judge import VerdictStatus
 from flashmoe_science.proof.judge.verify import verify_claims
-from flashmoe_science.proof.records.evidence import read_record, record_text, write_record
+from flashmoe_science.proof.records.documents import read_record, record_text, write_record
 from flashmoe_science.proof.records.store import Archive, Store
 
 from .builders import build_record

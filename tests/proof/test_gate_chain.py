@@ -12,9 +12,10 @@ from flashmoe_science.proof.gates import chain, run
 from flashmoe_science.proof.gates.run import passed
 from flashmoe_science.proof.judge.run_verdicts import last_word
 from flashmoe_science.proof.measure.environment import subject_tree
-from flashmoe_science.proof.records.evidence import GateStatus, TreeState, read_record, write_record
+from flashmoe_science.proof.processes import TaskResult
+from flashmoe_science.proof.records.documents import read_record, write_record
+from flashmoe_science.proof.records.evidence import GateStatus, TreeState
 from flashmoe_science.proof.subject.failure_hints import not_here
-from flashmoe_science.proof.worker import TaskResult
 
 from .chain import (
     HONEST,

@@ -8,11 +8,12 @@ import pytest
 
 from flashmoe_science.proof.gates import chain, run
 from flashmoe_science.proof.gates.launch import case_problems
+from flashmoe_science.proof.processes import TaskResult
 from flashmoe_science.proof.records.evidence import Settings
 from flashmoe_science.proof.subject.custom_operator import CustomOperator
 from flashmoe_science.proof.subject.loading import load_operator
 from flashmoe_science.proof.subject.operator import framework_kernels
-from flashmoe_science.proof.worker import TaskResult, run_task as real_run_task
+from flashmoe_science.proof.worker import run_task as real_run_task
 
 from .chain import (
     GPU,

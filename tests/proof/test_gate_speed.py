@@ -8,15 +8,8 @@ import pytest
 
 from flashmoe_science.proof.gates import chain, run
 from flashmoe_science.proof.gates.speed import pool_rounds
-from flashmoe_science.proof.records.evidence import (
-    CaseRecord,
-    Rounds,
-    Settings,
-    Work,
-    rates_of,
-    read_record,
-    write_record,
-)
+from flashmoe_science.proof.records.documents import read_record, write_record
+from flashmoe_science.proof.records.evidence import CaseRecord, Rounds, Settings, Work, rates_of
 
 from .chain import (
     FEW,

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe_science.proof.records.evidence import Record, read_record
+from flashmoe_science.proof.records.documents import read_record
+from flashmoe_science.proof.records.evidence import Record
 
 from .chain import OPERATOR_NAME
 from .processes import heed_signals, is_alive, python_path, wait_for

@@ -16,15 +16,8 @@ from flashmoe_science.proof.judge.judge import VerdictStatus
 from flashmoe_science.proof.judge.new_claim import ClaimRequest, make_claims
 from flashmoe_science.proof.judge.run_verdicts import conclude
 from flashmoe_science.proof.ranks.group import run_ranks
-from flashmoe_science.proof.records.evidence import (
-    GateStatus,
-    Launch,
-    RankGroup,
-    RankRounds,
-    Settings,
-    parse_record,
-    record_text,
-)
+from flashmoe_science.proof.records.documents import parse_record, record_text
+from flashmoe_science.proof.records.evidence import GateStatus, Launch, RankGroup, RankRounds, Settings
 from flashmoe_science.proof.report.terminal import conditions
 from flashmoe_science.proof.subject.subject import Subject
 from flashmoe_science.proof.subject.suites import Suite, SuiteCase

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from flashmoe_science.errors import EvidenceError
-from flashmoe_science.proof.records.evidence import parse_record, read_record, record_text
+from flashmoe_science.proof.records.documents import parse_record, read_record, record_text
 from flashmoe_science.proof.records.store import Store
 
 from .builders import build_record

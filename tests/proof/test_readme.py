@@ -14,7 +14,8 @@ from flashmoe_science.proof.judge.judge import check_control, judge
 from flashmoe_science.proof.judge.limits import refusal_today, rule_of
 from flashmoe_science.proof.judge.rows import KINDS, arm_rows, format_ratio
 from flashmoe_science.proof.judge.verify import verify_claim
-from flashmoe_science.proof.records.evidence import Accuracy, write_record
+from flashmoe_science.proof.records.documents import write_record
+from flashmoe_science.proof.records.evidence import Accuracy
 from flashmoe_science.proof.report.html import render_html
 from flashmoe_science.proof.report.markdown import render_markdown
 from flashmoe_science.proof.report.page import Judged, build_page

@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from flashmoe_science.proof.records.evidence import Record, read_record
+from flashmoe_science.proof.records.documents import read_record
+from flashmoe_science.proof.records.evidence import Record
 
 from .processes import heed_signals, python_path, wait_for
 from .sshd import WHY_NOT, Server, is_possible

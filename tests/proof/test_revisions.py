@@ -22,7 +22,8 @@ from flashmoe_science.proof.compare.revisions import checked_out, find_revision,
 from flashmoe_science.proof.cost.cost import Estimate
 from flashmoe_science.proof.gates import chain, run
 from flashmoe_science.proof.gates.run import passed
-from flashmoe_science.proof.records.evidence import GateStatus, read_record, write_record
+from flashmoe_science.proof.records.documents import read_record, write_record
+from flashmoe_science.proof.records.evidence import GateStatus
 from flashmoe_science.proof.records.store import Store
 from flashmoe_science.proof.subject.loading import load_entry
 from flashmoe_science.proof.subject.subject import PACKAGE_FOLDER, hash_sources

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from flashmoe_science.proof.judge.scaling import find_sweeps
-from flashmoe_science.proof.records.evidence import CaseRecord, Work, read_record
+from flashmoe_science.proof.records.documents import read_record
+from flashmoe_science.proof.records.evidence import CaseRecord, Work
 
 EVIDENCE = Path(__file__).resolve().parents[2] / "evidence"
 

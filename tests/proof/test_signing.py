@@ -11,7 +11,7 @@ import pytest
 
 from flashmoe_science.errors import EvidenceError
 from flashmoe_science.proof.judge.consistency import Consistency
-from flashmoe_science.proof.records.evidence import record_path, write_record
+from flashmoe_science.proof.records.documents import record_path, write_record
 from flashmoe_science.proof.records.signing import SignatureError, envelope_of, sign, signer_of
 
 from .builders import build_record

@@ -14,15 +14,8 @@ from flashmoe_science.proof.judge.run_verdicts import conclude
 from flashmoe_science.proof.judge.staleness import Sources, changes_since
 from flashmoe_science.proof.judge.verify import verify_claims
 from flashmoe_science.proof.measure import host_files
-from flashmoe_science.proof.records.evidence import (
-    CaseRecord,
-    SourceFile,
-    Work,
-    parse_record,
-    rates_of,
-    record_text,
-    write_record,
-)
+from flashmoe_science.proof.records.documents import parse_record, record_text, write_record
+from flashmoe_science.proof.records.evidence import CaseRecord, SourceFile, Work, rates_of
 from flashmoe_science.proof.subject.loading import load_operator
 from flashmoe_science.proof.subject.operator import identities_of
 from flashmoe_science.proof.subject.subject import PACKAGE_FOLDER

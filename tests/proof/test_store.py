@@ -13,15 +13,8 @@ from pathlib import Path
 import pytest
 
 from flashmoe_science.errors import EvidenceError
-from flashmoe_science.proof.records.evidence import (
-    Accuracy,
-    Launch,
-    parse_record,
-    read_record,
-    record_path,
-    record_text,
-    write_record,
-)
+from flashmoe_science.proof.records.documents import parse_record, read_record, record_path, record_text, write_record
+from flashmoe_science.proof.records.evidence import Accuracy, Launch
 from flashmoe_science.proof.records.ledger import Entry
 from flashmoe_science.proof.records.store import (
     Archive,

@@ -14,6 +14,7 @@ from flashmoe_science.errors import InputError, OperatorError, SubjectError
 from flashmoe_science.proof import worker
 from flashmoe_science.proof.gates import chain, launch
 from flashmoe_science.proof.measure.tasks import check_correct
+from flashmoe_science.proof.processes import TaskResult
 from flashmoe_science.proof.subject import user_operator as own_operator
 from flashmoe_science.proof.subject.loading import load_operator, load_subject, operator_of
 from flashmoe_science.proof.subject.operator import Operator, Scalable
@@ -24,7 +25,7 @@ from flashmoe_science.proof.subject.user_operator import (
     raise_blamed,
     try_cases,
 )
-from flashmoe_science.proof.worker import TaskResult, describe_error
+from flashmoe_science.proof.worker import describe_error
 
 from .chain import HONEST, Recorder, gate_of, request_of, run_chain
 

@@ -10,12 +10,12 @@ import pytest
 from flashmoe_science.errors import ProofError, SuiteError
 from flashmoe_science.proof.judge.judge import VerdictStatus
 from flashmoe_science.proof.judge.verify import suite_now, verify_claims
+from flashmoe_science.proof.processes import TaskResult
 from flashmoe_science.proof.subject import user_suite as own_suite
 from flashmoe_science.proof.subject.loading import python_folders
 from flashmoe_science.proof.subject.suites import suite_text
 from flashmoe_science.proof.subject.trust import is_trusted, trust
 from flashmoe_science.proof.subject.user_suite import read_suite, read_user_suite
-from flashmoe_science.proof.worker import TaskResult
 
 from .own_kernels import EXAMPLE, OPERATOR, record_of, write_claim, write_kernel
 

@@ -14,7 +14,8 @@ from flashmoe_science.proof.judge.claims import load_claims
 from flashmoe_science.proof.judge.judge import VerdictStatus, exit_code
 from flashmoe_science.proof.judge.staleness import Sources, compare_sources
 from flashmoe_science.proof.judge.verify import verify_claims
-from flashmoe_science.proof.records.evidence import SourceFile, SubjectInfo, read_record, write_record
+from flashmoe_science.proof.records.documents import read_record, write_record
+from flashmoe_science.proof.records.evidence import SourceFile, SubjectInfo
 from flashmoe_science.proof.subject.subject import PACKAGE_FOLDER
 
 from .builders import L4, build_gates, build_record

@@ -12,8 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from flashmoe_science.proof import worker
-from flashmoe_science.proof.worker import ProcessGroup, TaskCall, run_command, run_task, run_tasks
+from flashmoe_science.proof import processes, worker
+from flashmoe_science.proof.processes import ProcessGroup, run_command
+from flashmoe_science.proof.worker import TaskCall, run_task, run_tasks
 
 from .processes import is_alive, wait_for, wait_until_dead
 
@@ -223,7 +224,7 @@ def test_command_output_status_and_limit(tmp_path):
 def test_a_command_in_another_folder_imports_what_a_relative_path_names(tmp_path, monkeypatch):
     (tmp_path / "here" / "packages").mkdir(parents=True)
     (tmp_path / "here" / "packages" / "only_here.py").write_text("")
-    monkeypatch.setattr(worker, "_STARTED_IN", tmp_path / "here")
+    monkeypatch.setattr(processes, "_STARTED_IN", tmp_path / "here")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["packages", "", "/nowhere"]))
     code = "import only_here, os; print(os.environ['PYTHONPATH'])"
     done = run_command([sys.executable, "-c", code], cwd=str(tmp_path), timeout_s=LIMIT_S)
@@ -233,17 +234,17 @@ def test_a_command_in_another_folder_imports_what_a_relative_path_names(tmp_path
 def test_an_interrupt_while_a_command_starts_leaves_no_process(monkeypatch):
     started: list[int] = []
 
-    class Interrupted(worker.ProcessGroup):
+    class Interrupted(ProcessGroup):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             started.append(self.process.pid)
             signal.raise_signal(signal.SIGINT)  # before anybody holds what was started
 
-    monkeypatch.setattr(worker, "ProcessGroup", Interrupted)
+    monkeypatch.setattr(processes, "ProcessGroup", Interrupted)
     outside = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in a shell's background ignores it
     try:
         with pytest.raises(KeyboardInterrupt):
-            worker.run_command([sys.executable, "-c", "import time; time.sleep(600)"], cwd=".", timeout_s=600)
+            run_command([sys.executable, "-c", "import time; time.sleep(600)"], cwd=".", timeout_s=600)
         assert wait_until_dead(started[0])
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:

@@ -62,7 +62,7 @@ def _missing(requirements: Mapping[str, str]) -> list[str]:
 def _run(args: list[str]) -> int:
     import typer
 
-    from ..proof.worker import stopped_by_signals
+    from ..proof.processes import stopped_by_signals
     from .app import app
 
     usage_error = cast("type[Exception]", typer.BadParameter.__base__)  # UsageError has no public name in typer

@@ -16,7 +16,7 @@ from ..proof.judge.judge import Verdict, exit_code
 from ..proof.judge.limits import PROCESSES_OF_A_CLAIM, fewest_processes
 from ..proof.judge.new_claim import ClaimRequest, make_claims, way_out
 from ..proof.judge.verify import read_records, verify_claim
-from ..proof.records.evidence import record_path, write_record
+from ..proof.records.documents import record_path, write_record
 from ..proof.records.store import Archive, Store, find_repository
 from ..proof.report.terminal import count_line
 from .exit_codes import INCONCLUSIVE

@@ -28,7 +28,8 @@ from ..proof.compare.revisions import (
 from ..proof.cost.cost import Bill, Meter
 from ..proof.gates import ProveRequest
 from ..proof.measure.nvml import NoSensors, list_sensors
-from ..proof.records.evidence import Record, Settings, is_document
+from ..proof.records.documents import is_document
+from ..proof.records.evidence import Record, Settings
 from ..proof.records.store import Archive, Store, find_repository
 from ..proof.report.terminal import comparison_lines
 from ..proof.subject.suites import load_suite

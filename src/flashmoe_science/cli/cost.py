@@ -24,7 +24,8 @@ from ..proof.cost.cost import (
     load_rates,
     spent_seconds,
 )
-from ..proof.records.evidence import GATE_NAMES, read_record
+from ..proof.records.documents import read_record
+from ..proof.records.evidence import GATE_NAMES
 from ..proof.records.ledger import Entry
 from ..proof.records.store import Archive, Store, find_repository
 from ..proof.text import counted

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ..errors import EvidenceError, InputError
-from ..proof.records.evidence import documents_in, read_record, record_path, write_record
+from ..proof.records.documents import documents_in, read_record, record_path, write_record
 from ..proof.records.signing import sign as sign_record
 from ..proof.records.store import Archive, Store, find_repository, record_files
 from ..proof.text import counted

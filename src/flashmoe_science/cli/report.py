@@ -10,7 +10,8 @@ from ..errors import EvidenceError, InputError
 from ..proof.judge.judge import Verdict
 from ..proof.judge.rows import csv_text, kinds_measured
 from ..proof.judge.run_verdicts import last_word
-from ..proof.records.evidence import Record, TimeKind, read_record
+from ..proof.records.documents import read_record
+from ..proof.records.evidence import Record, TimeKind
 from ..proof.records.store import Archive, Store, evidence_files, find_repository, is_path, read_summary, telling
 from ..proof.report.html import render_html
 from ..proof.report.markdown import render_markdown

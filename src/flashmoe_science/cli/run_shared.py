@@ -11,7 +11,8 @@ from pathlib import Path
 from ..errors import EvidenceError, InputError
 from ..proof.cost.cost import Meter, PastRun, load_rates, past_runs
 from ..proof.judge.claims import load_claims
-from ..proof.records.evidence import Begun, Record, record_path, write_record
+from ..proof.records.documents import record_path, write_record
+from ..proof.records.evidence import Begun, Record
 from ..proof.records.store import Archive, Store, evidence_files
 from .terminal import Terminal, short_path
 

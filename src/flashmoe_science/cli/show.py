@@ -20,7 +20,8 @@ from ..proof.compare.compare import compare_revisions
 from ..proof.judge.judge import Verdict, VerdictStatus, exit_code
 from ..proof.judge.rows import csv_text, kinds_measured, memory_rows
 from ..proof.judge.run_verdicts import EXPECTATION, conclude
-from ..proof.records.evidence import Record, TimeKind, read_record
+from ..proof.records.documents import read_record
+from ..proof.records.evidence import Record, TimeKind
 from ..proof.records.store import Archive, Store, find_repository, is_path
 from ..proof.report.junit import junit_xml, write_junit
 from ..proof.report.terminal import (

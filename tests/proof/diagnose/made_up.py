@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from flashmoe_science.gpu.specs import SPECS
+from flashmoe_science.proof.diagnose.case import HYPOTHESES
 from flashmoe_science.proof.diagnose.gather import chip_of
-from flashmoe_science.proof.diagnose.hypotheses import HYPOTHESES, diagnose_case
+from flashmoe_science.proof.diagnose.hypotheses import diagnose_case
 from flashmoe_science.proof.diagnose.observations import Code, Finding, Kernel, Observations, Scaled, Sensors, Times
 from flashmoe_science.proof.records.evidence import Work
 

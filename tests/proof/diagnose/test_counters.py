@@ -9,7 +9,7 @@ import pytest
 
 from flashmoe_science.proof.diagnose.counters import attach, parse, read_counters
 from flashmoe_science.proof.diagnose.observations import METRICS
-from flashmoe_science.proof.worker import TaskResult
+from flashmoe_science.proof.processes import TaskResult
 
 from .made_up import kernel
 

@@ -13,10 +13,10 @@ from flashmoe_science.proof.diagnose.gather import CannotObserveError, Request, 
 from flashmoe_science.proof.diagnose.hypotheses import diagnose_case
 from flashmoe_science.proof.diagnose.observations import Code, Kernel
 from flashmoe_science.proof.measure.rounds import Case, Plan, measure_case
+from flashmoe_science.proof.processes import TaskResult
 from flashmoe_science.proof.records.evidence import Settings
 from flashmoe_science.proof.subject.subject import KernelPromise, Subject
 from flashmoe_science.proof.subject.suites import Suite, SuiteCase
-from flashmoe_science.proof.worker import TaskResult
 
 from ..builders import H200
 from ..chain import environment_with

@@ -21,9 +21,9 @@ from flashmoe_science.proof.diagnose import counters, tasks
 from flashmoe_science.proof.diagnose.gather import Request, plan_for
 from flashmoe_science.proof.diagnose.hypotheses import diagnose_case
 from flashmoe_science.proof.diagnose.observations import Kernel
+from flashmoe_science.proof.processes import TaskResult, run_command
 from flashmoe_science.proof.subject.loading import load_operator, load_subject
 from flashmoe_science.proof.subject.subject import Subject
-from flashmoe_science.proof.worker import TaskResult, run_command
 
 from ..chain import SHORT, attention, suite_of, write_subject
 from ..simulated import SimulatedTimer

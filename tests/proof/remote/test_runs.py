@@ -19,7 +19,8 @@ import pytest
 
 from flashmoe_science.errors import EvidenceError, MachineLostError, ProofError, RemoteError
 from flashmoe_science.proof.cost.cost import Budget, Estimate, RunSize
-from flashmoe_science.proof.records.evidence import Record, read_record
+from flashmoe_science.proof.records.documents import read_record
+from flashmoe_science.proof.records.evidence import Record
 from flashmoe_science.proof.remote import Host, prove_on
 from flashmoe_science.proof.remote.agent import BUDGET
 from flashmoe_science.proof.remote.session import _Session

@@ -25,7 +25,7 @@ from typing import Any
 
 from ...gpu.cuobjdump import demangle
 from ..measure.launches import match_names
-from ..worker import TaskResult, run_command
+from ..processes import TaskResult, run_command
 from .observations import DURATION, METRICS, Kernel
 
 _TIMEOUT_S = 300.0

@@ -17,6 +17,7 @@ from ...gpu.specs import GpuSpec
 from ..gates.launch import case_problems
 from ..gates.run import work_of
 from ..judge.roofline import fewest_dram_bytes, known_spec
+from ..processes import TaskResult
 from ..records.evidence import (
     CaseRecord,
     Environment,
@@ -35,7 +36,7 @@ from ..subject.loading import operator_of
 from ..subject.operator import Operator, Scalable, framework_kernels
 from ..subject.subject import Subject
 from ..subject.suites import Suite, SuiteCase, check_operator
-from ..worker import TaskResult, run_task
+from ..worker import run_task
 from .counters import read_counters
 from .experiments import main_kernel
 from .hypotheses import diagnose_case

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
 
 from ...gpu.occupancy import SCHEDULERS, WARP
 from ..judge.rows import format_bytes, format_seconds
 from ..text import counted
+from .case import HYPOTHESES, Case, hypothesis
 from .experiments import (
     FULL,
     IDLE_HIGH,
@@ -18,7 +17,6 @@ from .experiments import (
     busy_warps,
     capacity_of,
     copies_are_free,
-    fewest_seconds,
     growth,
     headroom,
     idle_share,
@@ -42,7 +40,6 @@ from .observations import (
     WAVEFRONTS,
     WRITTEN,
     CaseDiagnosis,
-    Chip,
     Code,
     Finding,
     Kernel,
@@ -65,134 +62,11 @@ MANY_BYTES = 1.5  # times the fewest
 LOW_CLOCK = 0.95  # of the highest clock
 
 
-class _CannotTellError(Exception):
-    """Nothing follows: what the experiment needs was not observed."""
-
-
-@dataclass(frozen=True)
-class _Case:
-    """One hypothesis about one call, on the way to its finding."""
-
-    name: str
-    experiment: str
-    seen: Observations
-    numbers: dict[str, float] = field(default_factory=dict)
-
-    def confirmed(
-        self,
-        explanation: str,
-        advice: str,
-        *,
-        share: float | None = None,
-        device_seconds: float | None = None,
-        bound: str = "",
-    ) -> Finding:
-        """Return the finding that it is at work.
-
-        Args:
-            explanation: with the numbers that decide.
-            advice: what to try.
-            share: of the GPU's time for the call, that it is shown to explain.
-            device_seconds: the GPU's time that is left at the least once the cause is gone.
-            bound: how that is computed.
-        """
-        device, call, most = self.seen.times.device, self.seen.times.call, None
-        if not device or not call:
-            return self._finding(Status.CONFIRMED, explanation, advice=advice)
-        if device_seconds is not None:  # never faster than the GPU's rates allow, and the host's part stays
-            left = call - device + max(device_seconds, fewest_seconds(self.seen) or 0.0)
-            most = call / left if left > 0 else None
-        if share is not None:  # of the whole call: its kernels explain no more than their own part
-            share = min(1.0, max(0.0, share)) * device / call
-        bound = bound if most is not None else ""
-        return self._finding(Status.CONFIRMED, explanation, advice=advice, share=share, most=most, bound=bound)
-
-    def at_the_rates(self, explanation: str, advice: str) -> Finding:
-        """Return the finding that it is at work: once it is gone, nothing but the GPU's rates need take time."""
-        bound = "the GPU's rates: nothing else takes time"
-        return self.confirmed(explanation, advice, device_seconds=fewest_seconds(self.seen), bound=bound)
-
-    def ruled_out(self, explanation: str) -> Finding:
-        """Return the finding that it is not what costs the time."""
-        return self._finding(Status.RULED_OUT, explanation)
-
-    def cannot_tell(self, explanation: str) -> Finding:
-        """Return the finding that nothing follows from what was observed."""
-        return self._finding(Status.CANNOT_TELL, explanation)
-
-    def _finding(self, status: Status, explanation: str, **more: Any) -> Finding:
-        numbers = {name: float(value) for name, value in self.numbers.items()}
-        return Finding(
-            hypothesis=self.name,
-            status=status,
-            explanation=explanation,
-            experiment=self.experiment,
-            numbers=numbers,
-            **more,
-        )
-
-    def need(self, what: str, *names: str) -> _CannotTellError:
-        """Return the error that ``what`` is needed; ``names`` of what is missing say why it is not there."""
-        return _CannotTellError(f"{what}: {self.seen.why_missing(*names)}")
-
-    def timed(self) -> tuple[Chip, float]:
-        """Return the GPU, and its time for the call."""
-        if self.seen.chip is None or self.seen.times.device is None:
-            raise self.need("no times", "gpu", "times")
-        return self.seen.chip, self.seen.times.device
-
-    def gridded(self) -> tuple[Chip, list[Kernel], Kernel, str]:
-        """Return the GPU, the kernels whose grid is known, the main kernel, and the grids as text."""
-        chip, known = self.seen.chip, [kernel for kernel in self.seen.kernels if kernel.blocks]
-        main = main_kernel(self.seen.kernels)
-        if chip is None or not known or main is None:
-            raise self.need("no grid", "gpu", "launches")
-        shown = ", ".join(f"{kernel.blocks} blocks of {kernel.name}" for kernel in known[:3])
-        return chip, known, main, f"{shown} for {chip.sms} SMs"
-
-    def codes(self) -> list[tuple[Kernel, Code]]:
-        """Return the kernels whose machine code is known."""
-        return [(kernel, kernel.code) for kernel in self.seen.kernels if kernel.code is not None]
-
-    def need_all_codes(self) -> None:
-        """See to it that there are kernels, and that the machine code of each is known."""
-        kernels = self.seen.kernels
-        if not kernels or len(self.codes()) < len(kernels):
-            reasons = dict.fromkeys(f"{each.name}: {each.code_missing}" for each in kernels if each.code is None)
-            said = "; ".join(reasons) or self.seen.why_missing("launches", "code")
-            raise _CannotTellError(f"no machine code: {said}")
-
-    def left(self, part: float) -> float | None:
-        """Return a part of the GPU's time for the call."""
-        return None if self.seen.times.device is None else self.seen.times.device * part
-
-
-_Test = Callable[[Observations], Finding]
-HYPOTHESES: list[_Test] = []  # in the order of their definitions
-
-
-def _hypothesis(name: str, experiment: str) -> Callable[[Callable[[_Case], Finding]], Callable[[_Case], Finding]]:
-    """Enter a hypothesis: ``experiment`` says what is compared with what."""
-
-    def enter(decide: Callable[[_Case], Finding]) -> Callable[[_Case], Finding]:
-        def test(seen: Observations) -> Finding:
-            case = _Case(name, experiment, seen)
-            try:
-                return decide(case)
-            except _CannotTellError as error:
-                return case.cannot_tell(str(error))
-
-        HYPOTHESES.append(test)
-        return decide
-
-    return enter
-
-
 # Hypotheses about the call as a whole: its launches, their blocks, and their waits.
 
 
-@_hypothesis(OTHER_KERNEL, "the launches captured against those promised")
-def _other_kernel(case: _Case) -> Finding:
+@hypothesis(OTHER_KERNEL, "the launches captured against those promised")
+def _other_kernel(case: Case) -> Finding:
     seen, broken = case.seen, case.seen.broken_promises
     if broken is None:
         raise case.need("cannot be seen", "launches")
@@ -206,8 +80,8 @@ def _other_kernel(case: _Case) -> Finding:
     return case.ruled_out("the kernels that ran are those promised")
 
 
-@_hypothesis("launch-bound", "wall time of eager calls against the time of their kernels")
-def _launch_bound(case: _Case) -> Finding:
+@hypothesis("launch-bound", "wall time of eager calls against the time of their kernels")
+def _launch_bound(case: Case) -> Finding:
     times = case.seen.times
     # The graph's time is of the same rounds as wall time. The profiler's is of another process, which may have found
     # the GPU at another clock: under a power limit that alone is a tenth of a long call.
@@ -234,8 +108,8 @@ def _launch_bound(case: _Case) -> Finding:
     return case.confirmed(said, advice).model_copy(update=found)
 
 
-@_hypothesis("grid too small", "the grid captured against the SMs; the time of several copies of the work")
-def _grid_too_small(case: _Case) -> Finding:
+@hypothesis("grid too small", "the grid captured against the SMs; the time of several copies of the work")
+def _grid_too_small(case: Case) -> Finding:
     chip, kernels, kernel, said = case.gridded()
     lost = sum(share_of_kernel(case.seen, each) * max(0.0, 1 - (each.blocks or 0) / chip.sms) for each in kernels)
     case.numbers.update(blocks=kernel.blocks or 1, sms=chip.sms, idle_sm_share=lost)
@@ -261,8 +135,8 @@ def _grid_too_small(case: _Case) -> Finding:
     )
 
 
-@_hypothesis("wave tail", "blocks against what the SMs hold at a time; the time of grids with another tail")
-def _wave_tail(case: _Case) -> Finding:
+@hypothesis("wave tail", "blocks against what the SMs hold at a time; the time of grids with another tail")
+def _wave_tail(case: Case) -> Finding:
     chip, kernels, kernel, said = case.gridded()
     lost = sum(
         share_of_kernel(case.seen, each) * (idle_share(chip, each) or 0.0)
@@ -298,11 +172,11 @@ def _wave_tail(case: _Case) -> Finding:
     )
 
 
-@_hypothesis(
+@hypothesis(
     "serial loop",
     "the time against the length of the sequential axis at a fixed grid, and against more copies of the work",
 )
-def _serial_loop(case: _Case) -> Finding:
+def _serial_loop(case: Case) -> Finding:
     chip, _, kernel, _ = case.gridded()
     blocks = kernel.blocks or 1
     grown = growth(case.seen, blocks=blocks, sms=chip.sms)
@@ -348,8 +222,8 @@ def _copies(run: Scaled, gain: float) -> str:
 # Hypotheses about a kernel: its threads, its instructions, and what of an SM it takes.
 
 
-@_hypothesis("threads idle", "threads a block and warps of a busy SM against its four schedulers")
-def _threads_idle(case: _Case) -> Finding:
+@hypothesis("threads idle", "threads a block and warps of a busy SM against its four schedulers")
+def _threads_idle(case: Case) -> Finding:
     chip, kernel = case.seen.chip, main_kernel(case.seen.kernels)
     if kernel is None or kernel.threads is None:
         raise case.need("no launch", "gpu", "launches")
@@ -385,8 +259,8 @@ def _threads_idle(case: _Case) -> Finding:
     return case.at_the_rates(said, "more warps a block, or more blocks an SM")
 
 
-@_hypothesis("no tensor-core instructions", "the matrix instructions in the machine code of the kernels that ran")
-def _no_tensor_cores(case: _Case) -> Finding:
+@hypothesis("no tensor-core instructions", "the matrix instructions in the machine code of the kernels that ran")
+def _no_tensor_cores(case: Case) -> Finding:
     chip, device, codes = case.seen.chip, case.seen.times.device, case.codes()
     if chip is not None and chip.flops_per_s <= chip.plain_flops_per_s:
         return case.ruled_out("for this type the tensor cores are not faster than the ordinary arithmetic units")
@@ -417,8 +291,8 @@ def _no_tensor_cores(case: _Case) -> Finding:
     )
 
 
-@_hypothesis("spills and local memory", "loads and stores of local memory in the machine code, within loops")
-def _local_memory(case: _Case) -> Finding:
+@hypothesis("spills and local memory", "loads and stores of local memory in the machine code, within loops")
+def _local_memory(case: Case) -> Finding:
     codes = case.codes()
     looped = {kernel.name: code.local_in_loops for kernel, code in codes if code.local_in_loops}
     total = sum(code.local for _, code in codes)
@@ -441,8 +315,8 @@ def _names(codes: Sequence[tuple[Kernel, Code]]) -> str:
     return ", ".join(dict.fromkeys(kernel.name for kernel, _ in codes))
 
 
-@_hypothesis("occupancy capped", "the occupancy model: what an SM holds, and what sets that")
-def _occupancy_capped(case: _Case) -> Finding:
+@hypothesis("occupancy capped", "the occupancy model: what an SM holds, and what sets that")
+def _occupancy_capped(case: Case) -> Finding:
     chip, kernel = case.seen.chip, main_kernel(case.seen.kernels)
     held = resident(chip, kernel) if chip is not None and kernel is not None else None
     if chip is None or kernel is None or held is None:
@@ -485,8 +359,8 @@ def _occupancy_capped(case: _Case) -> Finding:
     )
 
 
-@_hypothesis("bank conflicts", "counters: passes through shared memory that conflicts added")
-def _bank_conflicts(case: _Case) -> Finding:
+@hypothesis("bank conflicts", "counters: passes through shared memory that conflicts added")
+def _bank_conflicts(case: Case) -> Finding:
     shared = [kernel.shared_memory_bytes for kernel in case.seen.kernels]
     if shared and not any(size is None or size > 0 for size in shared):
         return case.ruled_out("no kernel uses shared memory")
@@ -504,8 +378,8 @@ def _bank_conflicts(case: _Case) -> Finding:
 # Hypotheses about the GPU's rates: bytes, operations and clocks.
 
 
-@_hypothesis("more bytes moved than needed", "bytes of the memory, counted, against inputs and outputs once")
-def _excess_bytes(case: _Case) -> Finding:
+@hypothesis("more bytes moved than needed", "bytes of the memory, counted, against inputs and outputs once")
+def _excess_bytes(case: Case) -> Finding:
     (chip, device), fewest = case.timed(), case.seen.work.bytes
     if not fewest:
         raise case.need("no times", "gpu", "times")
@@ -537,8 +411,8 @@ def _excess_bytes(case: _Case) -> Finding:
     )
 
 
-@_hypothesis("bound by memory bandwidth", "the roofline: bytes against time and bandwidth")
-def _bandwidth_bound(case: _Case) -> Finding:
+@hypothesis("bound by memory bandwidth", "the roofline: bytes against time and bandwidth")
+def _bandwidth_bound(case: Case) -> Finding:
     (chip, _), load = case.timed(), memory_load(case.seen)
     assert load is not None
     case.numbers.update(bandwidth_share=load.share)
@@ -557,8 +431,8 @@ def _bandwidth_bound(case: _Case) -> Finding:
     raise case.need(f"at least {load.share:.0%}: {load.said}; what it moves, counters say", "counters")
 
 
-@_hypothesis("bound by arithmetic", "the roofline: operations against time and peak rate")
-def _compute_bound(case: _Case) -> Finding:
+@hypothesis("bound by arithmetic", "the roofline: operations against time and peak rate")
+def _compute_bound(case: Case) -> Finding:
     (chip, _), load = case.timed(), arithmetic_load(case.seen)
     assert load is not None
     case.numbers.update(arithmetic_share=load.share)
@@ -580,8 +454,8 @@ def _compute_bound(case: _Case) -> Finding:
     raise case.need(f"{load.said}; whether it makes more operations than needed, counters say", "counters")
 
 
-@_hypothesis("throttled clocks", "SM clock and the driver's throttle reasons after every round")
-def _throttled(case: _Case) -> Finding:
+@hypothesis("throttled clocks", "SM clock and the driver's throttle reasons after every round")
+def _throttled(case: Case) -> Finding:
     sensors = case.seen.sensors
     clocks = [clock for clock in sensors.sm_clock_mhz if clock is not None]
     highest = sensors.max_sm_clock_mhz

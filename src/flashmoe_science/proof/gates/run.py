@@ -17,6 +17,7 @@ from ...gpu.specs import SPECS, find_gpu
 from ..cost.cost import RunSize
 from ..measure.environment import subject_tree
 from ..measure.schedule import rounds_seed
+from ..processes import TaskResult
 from ..ranks.group import run_ranks
 from ..records.evidence import (
     GATE_NAMES,
@@ -43,7 +44,7 @@ from ..subject.subject import PACKAGE_FOLDER, Subject
 from ..subject.suites import Suite, check_operator
 from ..subject.user_operator import raise_blamed
 from ..text import counted
-from ..worker import TaskResult, run_task
+from ..worker import run_task
 
 _TAIL_LINES = 24
 NO_GPU = "no NVIDIA GPU here"

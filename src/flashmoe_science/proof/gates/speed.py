@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..judge.roofline import fewest_seconds
+from ..processes import TaskResult
 from ..records.evidence import CaseRecord, RankRounds, Rounds, Settings, TimeKind, rates_of
 from ..text import counted
-from ..worker import TaskResult
 from .resume import has_cell, is_wide
 from .run import Outcome, Run, failed, first_of, no_timing, passed
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import EvidenceError, FlashmoeError, ProofError
-from ..records.evidence import read_text
+from ..records.documents import read_text
 from ..records.files import load_json
 from .claims import Claim
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from ...errors import ClaimError, EvidenceError, ProofError
 from ..records.begun import BegunRun
-from ..records.evidence import Record, read_record
+from ..records.documents import read_record
+from ..records.evidence import Record
 from ..records.store import evidence_files, raise_twins, with_id
 from ..subject.loading import is_builtin, load_operator, python_folders
 from ..subject.registry import is_user_defined

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -24,32 +24,12 @@ from ..worker import agree, describe_error, meet, rank_here
 from .allowed_error import Allowed, ExpectedOutputs, Whole, find_shares, judge, late_tolerance
 from .correctness import accuracy_of, not_plain
 from .fresh_values import FreshValues
+from .measure import Timer
 from .shared_state import AT_IMPORT, Guard, SharedState
 
 Role = Literal["subject", "baseline", "control"]
 
 CONTROL_SUFFIX = "#2"
-
-
-class Device(Protocol):
-    """What checking an arm needs of a GPU. ``measure.CudaDevice`` is the real one."""
-
-    name: str  # as torch names it
-
-    def synchronize(self) -> None:
-        """Wait for all work on all streams; raises when the context is lost."""
-
-    def poison(self, *nbytes: int) -> None:
-        """Fill the free memory that the next outputs will get with NaN; each takes one of ``nbytes``."""
-
-    def peak_bytes(self, call: Call) -> int:
-        """Return how much memory one call allocates at its peak."""
-
-    def streams(self) -> Sequence[AbstractContextManager[Any]]:
-        """Return contexts, each of which makes one stream current: the default one and another."""
-
-    def sleep(self) -> None:
-        """Make the current stream wait for longer than the host needs to enqueue a call."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +150,7 @@ def prepare_arm(
     problem: Any,
     input_sets: Sequence[Inputs],
     wholes: Mapping[int, Whole],
-    device: Device,
+    device: Timer,
 ) -> Arm:
     """Bind ``loaded`` to every set of inputs, call it, and check its answers.
 
@@ -205,7 +185,7 @@ def _first_answers(
     problem: Any,
     input_sets: Sequence[Inputs],
     expected: Mapping[int, ExpectedOutputs],
-    device: Device,
+    device: Timer,
 ) -> str:
     """Bind and call an arm, keep its answers, and return the fault of one, or an empty text.
 
@@ -276,7 +256,7 @@ def control_of(arms: Sequence[Arm]) -> Loaded | None:
     return next((arm.loaded for arm in arms if arm.role == "baseline" and arm.ready), None)
 
 
-def check_stream(arm: Arm, operator: Operator, problem: Any, inputs: Inputs, device: Device, *, seed: int) -> str:
+def check_stream(arm: Arm, operator: Operator, problem: Any, inputs: Inputs, device: Timer, *, seed: int) -> str:
     """Return why the arm's work is not ordered with the stream it is called on, or an empty string.
 
     On the calling stream: a sleep, fresh values into the bound inputs, the call, a copy of its answer. Work that
@@ -311,7 +291,7 @@ def check_stream(arm: Arm, operator: Operator, problem: Any, inputs: Inputs, dev
     return f"its work is not ordered with the stream that it is called on: {late}" if late else ""
 
 
-def find_followers(values: FreshValues, arms: Sequence[Arm], device: Device) -> None:
+def find_followers(values: FreshValues, arms: Sequence[Arm], device: Timer) -> None:
     """Write new values, and see which arms answer to them.
 
     The subject must. A baseline that prefers another memory layout has copied its inputs when it was bound, outside of
@@ -336,7 +316,7 @@ def find_followers(values: FreshValues, arms: Sequence[Arm], device: Device) -> 
             arm.fail(fault)
 
 
-def check_parts(arm: Arm, values: FreshValues, device: Device, *, times: int) -> str:
+def check_parts(arm: Arm, values: FreshValues, device: Timer, *, times: int) -> str:
     """Return how an answer is wrong where most values are as they were before, or an empty text.
 
     So shows a result that was kept by a few elements of the inputs: most often these did not change.
@@ -374,7 +354,7 @@ def wrong_late(arm: Arm, answer: Answer, place: int, values: FreshValues, *, com
     return wrong or (f"the same call gives another one afterwards: {again}" if again else "")
 
 
-def check_again(arm: Arm, values: FreshValues, places: Sequence[int], device: Device) -> str:
+def check_again(arm: Arm, values: FreshValues, places: Sequence[int], device: Timer) -> str:
     """Return how the arm's answers after timing are wrong, or an empty string. Poisons memory before.
 
     All sets have new values by then; those at ``places`` are compared with what is right.
@@ -456,7 +436,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def survive(error: Exception, arm: str, device: Device) -> str:
+def survive(error: Exception, arm: str, device: Timer) -> str:
     """Return the reason to record for ``error``; raises when the GPU context did not survive it."""
     reason = describe_error(error)
     try:

@@ -21,7 +21,7 @@ from .allowed_error import ExpectedOutputs, find_expected, judge, late_tolerance
 from .arms import Loaded
 from .host_files import files_called
 from .launches import CallTrace, Recording
-from .measure import CudaTimer, Graph, HostTimer, Timer
+from .measure import CudaTimer, Graph, Timer
 from .rounds import Case, Plan, measure_case
 from .schedule import derived_seed
 from .shared_state import Guard, guard_against
@@ -29,7 +29,7 @@ from .shared_state import Guard, guard_against
 _CAPTURED_CALLS = 2  # that the second runs what the first ran is part of the answer
 
 
-Opened = tuple[Operator, list[Loaded], "CudaTimer | HostTimer"]
+Opened = tuple[Operator, list[Loaded], Timer]
 
 
 def measure(payload: dict[str, Any], emit: Emit, opened: Opened | None = None) -> dict[str, Any]:
@@ -93,9 +93,7 @@ def capture_launches(payload: dict[str, Any], emit: Emit, opened: Opened | None 
     return {"cases": cases}
 
 
-def open_gpu(
-    payload: dict[str, Any], make_timer: Callable[[], CudaTimer | HostTimer] | None = None
-) -> tuple[Operator, list[Loaded], CudaTimer | HostTimer]:
+def open_gpu(payload: dict[str, Any], make_timer: Callable[[], Timer] | None = None) -> Opened:
     """Import the arms and open the GPU. Inputs need no gradient, and nobody pays for asking."""
     if make_timer is None and not torch.cuda.is_available():
         raise ProofError("no NVIDIA GPU here that torch can use", hint="`flashmoe doctor` says what this machine lacks")

@@ -20,8 +20,9 @@ from .allowed_error import Whole
 from .arms import Arm, Loaded
 from .correctness import require_random
 from .fresh_values import FreshValues
-from .measure import ClockSampler, KernelSampler, Timer, Writer, WrongAnswerError
+from .measure import Timer
 from .nvml import Reading
+from .samplers import ClockSampler, KernelSampler, Writer, WrongAnswerError
 from .shared_state import SharedState
 
 ROUNDS_PER_SESSION = 10  # a profiler's buffers are finite

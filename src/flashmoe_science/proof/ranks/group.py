@@ -6,7 +6,8 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..worker import Reply, TaskCall, TaskResult, run_tasks
+from ..processes import TaskResult
+from ..worker import Reply, TaskCall, run_tasks
 
 
 def run_ranks(

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..measure import gpu_tasks, tasks
-from ..measure.measure import CudaTimer, HostTimer
+from ..measure.measure import CudaTimer, Timer
 from ..subject.loading import operator_of
 from ..subject.subject import Subject
 from ..worker import Emit, meet, rank_here, ranks_here
@@ -41,12 +41,12 @@ def measure(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
     return gpu_tasks.measure(payload, _in_step(payload, emit, merge_measured), opened)
 
 
-def _join(payload: dict[str, Any], device: str) -> Callable[[], CudaTimer | HostTimer]:
+def _join(payload: dict[str, Any], device: str) -> Callable[[], Timer]:
     """Join the process group, before the subject is imported, and return what makes the timer."""
     patience = timedelta(seconds=payload["patience_s"])
     if device == "cpu":
         dist.init_process_group("gloo", timeout=patience)
-        return HostTimer
+        return Timer
     torch.cuda.set_device(rank_here())
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=patience, device_id=torch.device("cuda", rank_here()))
     group, token, all_reduce = dist.new_group(backend="nccl"), torch.zeros(1, device="cuda"), dist.all_reduce

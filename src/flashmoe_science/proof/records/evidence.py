@@ -2,25 +2,18 @@
 
 A record is written once and never edited. Times are seconds, sizes bytes. A case whose correctness did not pass has no
 rounds. The document is written atomically, and again after every finished case, so an interrupted run leaves the
-finished cases, marked incomplete, or nothing.
-
-A file is gzipped JSON, ``<id>.json.gz``. Arms share most launches, so the document lists each launch once, under
-``launches``, and an arm names its launches by their index. Schema 1 repeated them in each arm; both are read, and so
-is a file without compression, ``<id>.json``.
+finished cases, marked incomplete, or nothing. ``documents.py`` has the form of its file.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
 import math
 import statistics
-import zlib
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Sequence, Sized
 from datetime import datetime, timedelta, timezone
 from enum import Enum
-from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, BinaryIO, Literal, cast
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -33,14 +26,9 @@ from pydantic import (
     model_validator,
 )
 
-from ...errors import EvidenceError
-from .files import load_json, write_atomically
-
 METHOD: Literal[2] = 2  # of ``Settings``: a run made today
 
 SCHEMA_VERSION = 2  # 1 had the launches in the arms
-
-NEWER = "a newer flashmoe made it: update this one (in its clone: git pull, then make prove)"
 
 GateName = Literal["sources", "build", "import", "launch", "correct", "quick", "bench"]
 
@@ -48,20 +36,12 @@ GATE_NAMES: tuple[GateName, ...] = ("sources", "build", "import", "launch", "cor
 
 TimeKind = Literal["kernel", "graph", "wall"]
 
-SUFFIX = ".json.gz"
-
-_GZIP_MAGIC = b"\x1f\x8b"
-
-_SAME_RATE = 1e-9  # as a share: of two ways to work out the same median
-
 # Files are named by it, and a record can come from a machine that is not trusted: it names no other folder.
 RecordId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.@-]*$")]
 
 Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 
 CLOCK_SKEW = timedelta(days=1)
-
-_TEXT_LIMIT = 256 << 20  # bytes of a document; those of the largest suites have some ten million
 
 
 def _moment_of_the_past(moment: datetime) -> datetime:
@@ -454,146 +434,20 @@ def _with_launches(case: Any, table: Sequence[Launch]) -> Any:
     """Return a case of a document with the launches of its arms in place of their indices."""
     if not isinstance(case, dict) or not isinstance(case.get("arms"), list):
         return case  # validation names what is wrong
-    arms = []
-    for arm in case["arms"]:
-        if not isinstance(arm, dict):
-            arms.append(arm)
-            continue
-        found = {"launches": arm.get("launches", []), "rank_launches": arm.get("rank_launches", [])}
-        lists = [found["launches"], *(found["rank_launches"] if isinstance(found["rank_launches"], list) else [None])]
-        if not all(isinstance(each, list) and all(type(index) is int for index in each) for each in lists):
-            arms.append(arm)
-            continue
-        if wrong := [index for each in lists for index in each if not 0 <= index < len(table)]:
-            raise ValueError(f"case {case.get('name')}: launch {wrong[0]} of {len(table)} does not exist")
-        launches, *others = ([table[index] for index in each] for each in lists)
-        arms.append({**arm, "launches": launches, "rank_launches": others})
-    return {**case, "arms": arms}
+    return {**case, "arms": [_arm_with_launches(arm, table, case.get("name")) for arm in case["arms"]]}
 
 
-def record_text(record: Record) -> str:
-    """Return ``record`` as the text of its document: one line of JSON, with each launch once."""
-    document = json.loads(record.model_dump_json())
-    table: list[dict[str, Any]] = []
-    index_of: dict[str, int] = {}
-
-    def indices(launches: list[dict[str, Any]]) -> list[int]:
-        for launch in launches:
-            if (key := json.dumps(launch)) not in index_of:
-                index_of[key] = len(table)
-                table.append(launch)
-        return [index_of[json.dumps(launch)] for launch in launches]
-
-    for case in document["cases"]:
-        for arm in case["arms"]:
-            arm["launches"] = indices(arm["launches"])
-            arm["rank_launches"] = [indices(launches) for launches in arm["rank_launches"]]
-            _leave_out_if_empty(arm, "rank_launches")
-        for rounds in case["rounds"]:
-            _leave_out_if_empty(rounds, "ranks")
-    _leave_out_if_empty(document["environment"], "ranks")
-    document["launches"] = table
-    return json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
-
-
-def _leave_out_if_empty(table: dict[str, Any], key: str) -> None:
-    """Keep a record of one rank as it was before there were several."""
-    if not table[key]:
-        del table[key]
-
-
-def record_path(folder: Path, run_id: str) -> Path:
-    """Return the file of a run in ``folder``."""
-    return folder / f"{run_id}{SUFFIX}"
-
-
-def is_document(path: str | Path) -> bool:
-    """Return whether a path ends as records do: in ``.json.gz`` or ``.json``."""
-    return str(path).endswith((SUFFIX, ".json"))
-
-
-def name_of(path: Path) -> str:
-    """Return the name of a document's file without its ending; of a record, that is its id."""
-    return path.name.removesuffix(".gz").removesuffix(".json")
-
-
-def documents_in(folder: Path) -> list[Path]:
-    """Return the JSON documents in a folder by name, compressed or not."""
-    return sorted(path for path in folder.glob("*.json*") if is_document(path))
-
-
-def write_document(path: Path, text: str) -> None:
-    """Write ``text`` to ``path``, compressed where it ends in ``.gz``: a reader sees the old file or the new one.
-
-    Equal texts give equal files.
-    """
-    write_atomically(path, gzip.compress(text.encode(), mtime=0) if path.suffix == ".gz" else text)
-
-
-def write_record(record: Record, path: Path) -> None:
-    """Write ``record`` to ``path`` so that a reader sees the old file or the new one, never half of one."""
-    write_document(path, record_text(record))
-
-
-def read_record(path: Path) -> Record:
-    """Read one record. Raises ``EvidenceError`` with file, key and what was expected."""
-    return parse_record(read_text(path), path)
-
-
-def open_document(file: BinaryIO) -> BinaryIO:
-    """Return what reads the text of an open file, which may be gzipped."""
-    gzipped = file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
-    file.seek(0)
-    return cast("BinaryIO", gzip.GzipFile(fileobj=file)) if gzipped else file
-
-
-def read_text(path: Path) -> str:
-    """Return the text of a file, decompressed where it is gzipped. Raises ``EvidenceError``."""
+def _arm_with_launches(arm: Any, table: Sequence[Launch], case: object) -> Any:
     try:
-        if not path.is_file() and path.exists() and not path.is_relative_to("/dev"):  # a link may name a device
-            raise EvidenceError(f"{path}: cannot be read: it is no file")
-        with path.open("rb") as file:
-            data = open_document(file).read(_TEXT_LIMIT + 1)
-        if len(data) > _TEXT_LIMIT:
-            raise EvidenceError(f"{path}: cannot be read: expected at most {_TEXT_LIMIT} bytes of text, got more")
-        return data.decode("utf-8")
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or error
-        raise EvidenceError(f"{path}: cannot be read: {reason}") from error
-
-
-def parse_record(text: str, where: object) -> Record:
-    """Return the record in ``text``, and see that its rates follow from its samples.
-
-    Raises ``EvidenceError`` with ``where``, key and what was expected.
-    """
-    try:
-        record = Record.model_validate_json(text)
-    except ValidationError as error:
-        newer = _newer_schema(text)
-        unknown = [found for found in error.errors() if found["type"] == "extra_forbidden"]
-        first = (unknown or error.errors())[0]
-        key = ".".join(str(part) for part in first["loc"]) or "(document)"
-        said = first["msg"].removeprefix("Value error, ")
-        why = newer or f"key {key}: {'unknown key' if unknown else said}"
-        raise EvidenceError(f"{where}: {why}", hint=NEWER if newer or unknown else "") from error
-    if record.schema_version > SCHEMA_VERSION:  # a name that is known may mean something else there
-        raise EvidenceError(f"{where}: {_newer_schema(text)}", hint=NEWER)
-    for case in record.cases:
-        for arm in case.arms:
-            _check_rates(case, arm, where)
-    return record
-
-
-def _newer_schema(text: str) -> str:
-    """Return that a record says of itself that it is of a newer schema, or an empty text."""
-    try:
-        document = load_json(text)
-    except ValueError:
-        return ""
-    version = document.get("schema_version") if isinstance(document, dict) else None
-    newer = isinstance(version, int) and version > SCHEMA_VERSION
-    return f"it has schema {version}, and this flashmoe reads up to {SCHEMA_VERSION}" if newer else ""
+        lists: list[list[int]] = TypeAdapter(list[list[int]], config={"strict": True}).validate_python(
+            [arm.get("launches", []), *arm.get("rank_launches", [])]
+        )
+    except (AttributeError, TypeError, ValidationError):
+        return arm  # the same
+    if wrong := [index for each in lists for index in each if not 0 <= index < len(table)]:
+        raise ValueError(f"case {case}: launch {wrong[0]} of {len(table)} does not exist")
+    launches, *others = ([table[index] for index in each] for each in lists)
+    return {**arm, "launches": launches, "rank_launches": others}
 
 
 def rates_of(case: CaseRecord, arm: str) -> dict[TimeKind, Rates]:
@@ -613,16 +467,3 @@ def rates_of(case: CaseRecord, arm: str) -> dict[TimeKind, Rates]:
         for kind, seconds in medians.items()
         if seconds > 0  # of a time that cannot be, the judge says so
     }
-
-
-def _check_rates(case: CaseRecord, arm: Arm, where: object) -> None:
-    """Raise ``EvidenceError`` where a rate that stands in a record is not the one that its samples show."""
-    shown: Mapping[TimeKind, Rates] = rates_of(case, arm.name) if arm.rates else {}
-    for kind, said in arm.rates.items():
-        what = f"{where}: case {case.name}, arm {arm.name}, {kind} time"
-        if kind not in shown:
-            raise EvidenceError(f"{what}: it says {said.seconds:.4g} s, and has no samples of it")
-        for name, value in said:
-            follows = getattr(shown[kind], name)
-            if not math.isclose(value, follows, rel_tol=_SAME_RATE):
-                raise EvidenceError(f"{what}: it says {value:.6g} {name}, and its samples show {follows:.6g}")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import EvidenceError
-from .evidence import name_of, read_text
+from .documents import name_of, read_text
 from .files import load_json, write_atomically
 
 SUFFIX = ".dsse"

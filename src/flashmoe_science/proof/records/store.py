@@ -14,11 +14,7 @@ from pathlib import Path
 
 from ...errors import EvidenceError
 from .begun import BegunLedger, BegunRun
-from .evidence import (
-    SCHEMA_VERSION,
-    Begun,
-    GateStatus,
-    Record,
+from .documents import (
     documents_in,
     is_document,
     name_of,
@@ -28,6 +24,7 @@ from .evidence import (
     record_path,
     write_record,
 )
+from .evidence import SCHEMA_VERSION, Begun, GateStatus, Record
 from .files import load_json, user_folder
 from .ledger import Entry, Ledger, as_text
 

@@ -27,7 +27,8 @@ from ...errors import EvidenceError, FlashmoeError, InputError, MachineLostError
 from ..cost.cost import Budget, RunSize
 from ..gates import Progress
 from ..gates.run import new_run_id
-from ..records.evidence import Gate, Record, parse_record
+from ..records.documents import parse_record
+from ..records.evidence import Gate, Record
 from .agent import BUDGET, SIZE, RemoteRequest
 from .tree import Tree
 from .wheels import REQUIREMENTS, asked_for, bundle_wheels

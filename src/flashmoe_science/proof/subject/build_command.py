@@ -12,8 +12,8 @@ from pathlib import Path
 from ...errors import InputError
 from ...gpu.cuobjdump import find_program
 from ...gpu.specs import GpuSpec, find_gpu
+from ..processes import TaskResult, run_command
 from ..records.evidence import Gpu
-from ..worker import TaskResult, run_command
 from .subject import PYTHON, Subject
 
 ARCH_LIST = "TORCH_CUDA_ARCH_LIST"  # the variable that torch.utils.cpp_extension reads

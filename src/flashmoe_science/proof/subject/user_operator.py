@@ -22,7 +22,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from ...errors import FlashmoeError, OperatorError, ProofError, page
-from ..worker import Emit, TaskResult, in_worker, run_task
+from ..processes import TaskResult
+from ..worker import Emit, in_worker, run_task
 from .failure_hints import explain_import
 from .registry import find_operator, is_user_defined
 
