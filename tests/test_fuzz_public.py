@@ -23,6 +23,7 @@ from flashmoe_science import (
     explain,
     explain_gradients,
     explain_moe,
+    explain_sparse_mla,
     explain_varlen,
     explain_with_kv_cache,
     flash_attention,
@@ -33,11 +34,15 @@ from flashmoe_science import (
     fused_moe,
     merge_attention_states,
     route,
+    sparse_mla,
+    sparse_mla_indices,
 )
 from flashmoe_science.attention import reference
 from flashmoe_science.attention.decode import reference as cache_reference
 from flashmoe_science.attention.decode.contract import cache_problem_of
 from flashmoe_science.attention.decode.merge import merge_reference
+from flashmoe_science.attention.sparse.contract import SparseOptions, describe_sparse_call, sparse_problem_of
+from flashmoe_science.attention.sparse.reference import sparse_attention
 from flashmoe_science.integrations.flash_attn import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -159,6 +164,21 @@ def of_cache_pages() -> Arguments:
 
 def of_parts() -> Arguments:
     return {"outs": half(3, 2, 4, 5, 8), "lses": torch.randn(3, 2, 4, 5)}
+
+
+def of_rows() -> Arguments:
+    return {
+        "q": half(2, 4, 2, 8), "kv_cache": half(4, 3, 1, 8), "indices": ints(0, 5, -1, 2, 3, 1, 4, 0).view(2, 2, 2),
+        "page_table": ints(0, 2, 3, 1).view(2, 2), "head_dim_v": 4, "sinks": half(4), "softmax_scale": 0.4,
+        "num_splits": 0, "batch_invariant": False, "return_lse": True, "kernel": "auto",
+    }  # fmt: skip
+
+
+def of_indexer() -> Arguments:
+    return {
+        "q": half(2, 4, 3, 8), "k": half(2, 7, 8), "weights": half(2, 3, 4), "top_k": 5, "seqlens_k": ints(7, 4),
+        "causal": True,
+    }  # fmt: skip
 
 
 def of_experts() -> Arguments:
@@ -285,6 +305,16 @@ def attended_cache(given: Arguments) -> Any:
     return (o, lse) if given.get("return_lse") else o
 
 
+def attended_rows(given: Arguments) -> Any:
+    tensors = {name: given[name] for name in ("q", "kv_cache", "indices", "page_table", "sinks")}
+    options = {name: value for name, value in given.items() if name not in tensors}
+    call = describe_sparse_call(
+        {n: None if x is None else x.detach() for n, x in tensors.items()}, SparseOptions(**options)
+    )
+    o, lse = sparse_attention(sparse_problem_of(call), call.tensors, dtype=torch.float64)
+    return (o, lse) if given.get("return_lse") else o
+
+
 def merged(given: Arguments) -> Any:
     o, lse = merge_reference(*(given[name].double().unbind() for name in ("outs", "lses")), dtype=torch.float64)
     return o, lse
@@ -398,6 +428,8 @@ ENTRIES: dict[str, tuple[Callable[..., Any], Callable[[], Arguments], Callable[[
     "flash_attention_with_kv_cache paged": (flash_attention_with_kv_cache, of_cache_pages, attended_cache),
     "merge_attention_states": (merge_attention_states, of_parts, merged),
     "flash_attention_with_kv_cache fp8": (flash_attention_with_kv_cache, of_cache_fp8, attended_cache),
+    "sparse_mla": (sparse_mla, of_rows, attended_rows),
+    "sparse_mla_indices": (sparse_mla_indices, of_indexer, None),
     "fused_moe": (fused_moe, of_experts, of_fused_moe),
     "fused_moe_backward": (fused_moe_backward, of_expert_gradients, expert_gradients),
     "route": (route, of_route, routed),
@@ -405,6 +437,7 @@ ENTRIES: dict[str, tuple[Callable[..., Any], Callable[[], Arguments], Callable[[
     "explain_gradients": (explain_gradients, of_attention, None),
     "explain_varlen": (explain_varlen, of_packed, None),
     "explain_with_kv_cache": (explain_with_kv_cache, of_cache, None),
+    "explain_sparse_mla": (explain_sparse_mla, of_rows, None),
     "explain_moe": (explain_moe, of_experts, None),
     "sdpa": (scaled_dot_product_attention, of_sdpa, sdpa),
     "flash_attn": (flash_attn_func, of_flash_attn, flash_attn),

@@ -23,6 +23,7 @@ from flashmoe_science import (
     flash_attention_with_kv_cache,
     fused_moe,
     route,
+    sparse_mla,
 )
 from flashmoe_science.integrations.flash_attn import (
     flash_attn_func,
@@ -100,6 +101,11 @@ def masked(q: Tensor, k: Tensor, v: Tensor) -> Any:
     return flash_attention(q, k, v, mask=mask_of(q.device.type))
 
 
+def rows(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    chosen = torch.arange(BATCH * KEYS * 4, device=q.device, dtype=torch.int32).view(BATCH, KEYS, 4) % KEYS
+    return sparse_mla(q, k[:, :1].transpose(1, 2), chosen, head_dim_v=16, sinks=v[0, :, 0, 0].contiguous())
+
+
 def paged(q: Tensor, k: Tensor, v: Tensor) -> Any:
     at = starts(q.device.type)
     table = torch.zeros(2, 1, dtype=torch.int32, device=q.device)
@@ -142,6 +148,7 @@ CALLS: dict[str, tuple[Call, Callable[[str], tuple[Tensor, ...]], str]] = {
     "packed": (packed, tokens, "attention_varlen"),
     "paged": (paged, tokens, "attention_varlen_paged"),
     "cache": (with_cache, heads, "attention_with_kv_cache"),
+    "rows": (rows, heads, "sparse_mla"),
     "append": (appended, heads, "attention_append_kv_cache"),
     "backward": (gradients, heads, "attention_backward"),
     "experts": (routed, experts, "fused_moe"),

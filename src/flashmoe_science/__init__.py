@@ -19,6 +19,9 @@ _ORIGIN = {
     "flash_attention_with_kv_cache": "attention.decode.api",
     "explain_with_kv_cache": "attention.decode.api",
     "merge_attention_states": "attention.decode.merge",
+    "sparse_mla": "attention.sparse.api",
+    "explain_sparse_mla": "attention.sparse.api",
+    "sparse_mla_indices": "attention.sparse.indexer",
     "explain": "attention.api",
     "explain_gradients": "attention.backward.api",
     "flash_attention_backward": "attention.backward.api",
@@ -45,6 +48,7 @@ __all__ = [
     "explain",
     "explain_gradients",
     "explain_moe",
+    "explain_sparse_mla",
     "explain_varlen",
     "explain_with_kv_cache",
     "flash_attention",
@@ -55,6 +59,8 @@ __all__ = [
     "fused_moe",
     "merge_attention_states",
     "route",
+    "sparse_mla",
+    "sparse_mla_indices",
 ]
 
 if TYPE_CHECKING:
@@ -64,6 +70,8 @@ if TYPE_CHECKING:
     from .attention.decode.api import explain_with_kv_cache, flash_attention_with_kv_cache
     from .attention.decode.merge import merge_attention_states
     from .attention.masks.block_mask import BlockMask
+    from .attention.sparse.api import explain_sparse_mla, sparse_mla
+    from .attention.sparse.indexer import sparse_mla_indices
     from .attention.varlen import explain_varlen, flash_attention_varlen
     from .errors import CompileError, FlashmoeError, InputError, UnsupportedError
     from .integrations.moe_layer import MoeLayer

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 COUNTER = "torch.utils.flop_counter"
-_DEFINE_OPERATORS = ("attention.api", "attention.varlen", "attention.decode.api", "moe.api", "moe.backward.api")
+_DEFINE_OPERATORS = (
+    *("attention.api", "attention.varlen", "attention.decode.api", "attention.sparse.api"),
+    *("moe.api", "moe.backward.api"),
+)
 Given = Mapping[str, Any]  # the arguments of an operator, by name
 
 
@@ -134,6 +137,13 @@ def _attend_to_cache(given: Given) -> int:
     return int(2 * heads * queries * keys * (size + given["v_cache"].shape[-1]))
 
 
+def _attend_to_rows(given: Given) -> int:
+    q, indices = given["q"], given["indices"]
+    batch, heads, queries, size = q.shape
+    named = int((indices >= 0).sum()) if _has_values(indices) else batch * queries * indices.shape[2]
+    return int(2 * heads * named * (size + given["head_dim_v"]))
+
+
 def _serve_experts(given: Given) -> int:
     return sum(rows * (up + down) for rows, up, down in _experts(given))
 
@@ -191,6 +201,7 @@ _FORMULAS: dict[str, Callable[[Given], int]] = {
     "attention_masked_backward": _attend_backward,
     "attention_with_kv_cache": _attend_to_cache,
     "attention_append_kv_cache": _attend_to_cache,
+    "sparse_mla": _attend_to_rows,
     "fused_moe": _serve_experts,
     "fused_moe_kept": _serve_experts,
     "fused_moe_backward": _serve_experts_backward,

@@ -33,6 +33,15 @@ SMALL: dict[str, dict[str, Any]] = {
     "attention_backward": {"batch": 1, "heads": 2, "heads_kv": 1, "seqlen_q": 21, "head_dim": 32, "causal": True},
     "attention_cache": {"batch": 2, "heads": 4, "heads_kv": 2, "seqlen_k": 48, "head_dim": 16, "page_size": 16},
     "attention_masked": {"batch": 1, "heads": 2, "seqlen_q": 33, "head_dim": 16, "mask": "documents", "amount": 9},
+    "attention_sparse": {
+        "batch": 2,
+        "heads": 4,
+        "seqlen_k": 48,
+        "top_k": 20,
+        "head_dim": 32,
+        "head_dim_v": 16,
+        "page_size": 16,
+    },
     "attention_train": {"batch": 1, "heads": 2, "seqlen_q": 24, "head_dim": 16, "causal": True, "window": [7, 0]},
     "attention_varlen": {"lengths": [5, 0, 17], "heads": 2, "head_dim": 16, "causal": True},
     "attention_varlen_backward": {"lengths": [5, 0, 17], "heads": 2, "head_dim": 16, "causal": True},
@@ -50,6 +59,7 @@ MORE: dict[str, list[dict[str, Any]]] = {
         {"head_dim_v": 32, "softmax_scale": 1.0},
     ],
     "attention_cache": [{"page_size": 0, "shared_kv": True}, {"seqlen_q": 3, "causal": True}],
+    "attention_sparse": [{"page_size": 0, "seqlen_q": 3, "padding": 7}],
     "moe": [
         {"activation": "swiglu_clamped", "interleaved": True, "bias_gate_up": True, "bias_down": True},
         {"activation": "relu2", "shared_experts": 2, "shared_inter": 32, "shared_weights": "fp32"},
