@@ -299,6 +299,7 @@ class Gradients:
     turned: bool = False  # whether it is tried in another memory layout too
     far: bool = False  # whether the keys of its bias are tried more than 2**31 elements apart too
     low: bool = False  # whether all scores are so low that a score of 0 would weigh infinitely much
+    summed: bool = False  # whether dK and dV are added to fp32 tensors too
 
     @property
     def why(self) -> str:
@@ -315,12 +316,12 @@ def _of(cases: list[Any], *whys: str) -> list[Gradients]:
 
 GRADIENTS = [
     Gradients(Case(1, 2, 1, 37, 60, 64, 64, "fp16", True, why="several-tiles")),
-    Gradients(Case(2, 4, 2, 19, 23, 40, 24, "fp16", True, why="layout"), turned=True),
+    Gradients(Case(2, 4, 2, 19, 23, 40, 24, "fp16", True, why="layout"), turned=True, summed=True),
     Gradients(Case(1, 1, 1, 20, 37, 32, 32, "fp16", False, why="low-scores"), low=True),
-    Gradients(Case(1, 1, 1, 70, 65, 32, 32, "fp32", True, why="tiles-and-empty-rows"), through_lse=True),
+    Gradients(Case(1, 1, 1, 70, 65, 32, 32, "fp32", True, why="tiles-and-empty-rows"), through_lse=True, summed=True),
     Gradients(Case(1, 2, 2, 64, 64, 32, 32, "fp16", False, why="whole-tiles")),
     Gradients(Case(1, 1, 1, 24, 40, 192, 128, "fp16", True, why="d192-dv128")),
-    Gradients(VarlenCase((9, 20), (20, 9), 2, 1, 144, 144, "fp16", False, "apart", seqused_k=(13, 9))),
+    Gradients(VarlenCase((9, 20), (20, 9), 2, 1, 144, 144, "fp16", False, "apart", seqused_k=(13, 9)), summed=True),
     Gradients(Case(2, 2, 1, 47, 33, 64, 64, "fp16", True, why="causal-rows-without-keys"), through_lse=True),
     *_of(SMALL, "story-smallest", "story-odd", "gqa-d80", "mqa-odd-dim", "dv-smaller", "dv-larger", "one-row"),
     *_of(SMALL, "one-key", "one-column", "fp32"),
@@ -355,7 +356,10 @@ GRADIENTS = [
         through_lse=True,
     ),
     *_of(VARLEN, "causal-dv-larger", "empty-sequences", "no-rows", "no-keys", "no-sequences", "one-row-each"),
-    Gradients(VarlenCase((20, 9), (60, 40), 2, 2, 32, 32, "fp16", False, "keys-not-used", seqused_k=(33, 7), tail=5)),
+    Gradients(
+        VarlenCase((20, 9), (60, 40), 2, 2, 32, 32, "fp16", False, "keys-not-used", seqused_k=(33, 7), tail=5),
+        summed=True,
+    ),
     *_of(VARLEN, "seqused-k", "seqused-both", "window-softcap", "window-sinks", "alibi"),
     *_of(VARLEN, "dropout", "dropout-used"),
     *_of(VARLEN, "bias-of-sequences-used", "bias-of-heads", "bias-shared"),

@@ -27,6 +27,7 @@ from flashmoe_science.gpu.planning import PlannedLaunch
 
 from .cases import Case, FeatureCase, Gradients, Ordering, VarlenCase
 from .checks import (
+    ask_for_gradients,
     assert_gradients_right,
     assert_right,
     assert_varlen_gradients_right,
@@ -219,23 +220,17 @@ def check_gradients(gradients: Gradients) -> None:
     case = gradients.case
     asked: dict[str, Any] = {"kernel": "backward_triton", "through_lse": gradients.through_lse}
     if isinstance(case, VarlenCase):
-        inputs, options = make_packed(case, "cpu"), make_features(case, "cpu")
-        bias = options.get("bias")
-        if bias is not None:
-            options["bias"] = fenced(bias, "before")
-        with poisoned():
-            found, do, dlse = differentiate(flash_attention_varlen, inputs, options, **asked)
-        assert_varlen_gradients_right(found, inputs, options, do, dlse)
-        if bias is not None:
-            check_layouts_of_packed_bias(found, inputs, options, asked)
+        check_packed_gradients(gradients, case, asked)
         return
     q, k, v = make_inputs(case, "cpu")
     if gradients.low:
         q, k = 8 * q.abs(), -8 * k.abs()
-    options = make_features(case, "cpu") if isinstance(case, FeatureCase) else {"causal": case.causal}
+    options: dict[str, Any] = make_features(case, "cpu") if isinstance(case, FeatureCase) else {"causal": case.causal}
     with poisoned():
         found, do, dlse = differentiate(flash_attention, {"q": q, "k": k, "v": v}, options, **asked)
     assert_gradients_right(found, q, k, v, do, dlse, **options)
+    if gradients.summed:
+        check_sums(flash_attention, {"q": q, "k": k, "v": v}, options, asked)
     bias = options.get("bias")
     if gradients.far:
         assert bias is not None
@@ -252,6 +247,40 @@ def check_gradients(gradients: Gradients) -> None:
             assert torch.equal(gradient, found[name]), f"another memory layout gives other bits in d{name}"
             if name in turned:
                 assert gradient.stride() == turned[name].stride(), f"d{name} lies in memory as {gradient.stride()}"
+
+
+def check_packed_gradients(gradients: Gradients, case: VarlenCase, asked: dict[str, Any]) -> None:
+    """Compare the gradients of packed sequences with fp64."""
+    inputs, options = make_packed(case, "cpu"), make_features(case, "cpu")
+    bias = options.get("bias")
+    if bias is not None:
+        options["bias"] = fenced(bias, "before")
+    with poisoned():
+        found, do, dlse = differentiate(flash_attention_varlen, inputs, options, **asked)
+    assert_varlen_gradients_right(found, inputs, options, do, dlse)
+    if gradients.summed:
+        check_sums(flash_attention_varlen, inputs, options, asked)
+    if bias is not None:
+        check_layouts_of_packed_bias(found, inputs, options, asked)
+
+
+def check_sums(call: Any, tensors: dict[str, Any], options: dict[str, Any], asked: dict[str, Any]) -> None:
+    """Add dK and dV to parts of an fp32 tensor: sums from 0, rounded, have the bits of gradients; one more is exact."""
+    (given, inputs, _), _, _ = ask_for_gradients(call, tensors, options, **asked)
+    k, v = inputs["k"], inputs["v"]
+    found = attention_gradients(given, inputs, ["k", "v"])
+    totals = torch.zeros(*k.shape[:-1], k.shape[-1] + v.shape[-1] + 3)
+    sums = {"dk": totals[..., : k.shape[-1]], "dv": totals[..., k.shape[-1] + 3 :]}
+    attention_gradients(given, {**inputs, **sums}, ["q", "k", "v"])
+    once = {name: total.clone() for name, total in sums.items()}
+    for name in ("k", "v"):
+        assert torch.equal(once[f"d{name}"].to(k.dtype), found[name]), f"the sum d{name} is another one"
+    for total in sums.values():
+        total.add_(1)
+    attention_gradients(given, {**inputs, **sums}, ["k", "v"])
+    for name, total in sums.items():
+        assert torch.equal(total, (once[name] + 1) + once[name]), f"{name} is not added to what was there"
+    assert not totals[..., k.shape[-1] : k.shape[-1] + 3].any()
 
 
 def check_layouts_of_packed_bias(

@@ -11,7 +11,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
 from torch.utils.checkpoint import checkpoint
 
-from flashmoe_science import InputError, UnsupportedError, flash_attention, flash_attention_varlen
+from flashmoe_science import (
+    InputError,
+    UnsupportedError,
+    flash_attention,
+    flash_attention_backward,
+    flash_attention_varlen,
+    flash_attention_varlen_backward,
+)
 from flashmoe_science.attention import reference
 from flashmoe_science.attention.backward import autograd as gradients_module
 from flashmoe_science.attention.backward.autograd import attention_gradients
@@ -585,3 +592,36 @@ def test_the_reference_follows_itself():
     given = {name: torch.zeros(1, 1, 3, 4) for name in ("q", "k", "v", "o", "do")} | {"lse": torch.zeros(1, 1, 3)}
     with pytest.raises(InputError, match=r"kernel must be auto or one of .*reference, got 'fastest'"):
         attention_gradients(Options(causal=False, softmax_scale=None, kernel="fastest"), given, ["q"])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_of_keys_are_summed_over_chunks_of_queries(compiled):
+    """Two chunks of queries, whose gradients of k and v are added to fp32 tensors, in batches and packed."""
+    q, k, v = (torch.randn(1, heads, 12, 8, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    o, lse = flash_attention(q, k, v, causal=True, return_lse=True)
+    do = torch.randn_like(o)
+    _, dk, dv = flash_attention_backward(q.float(), k.float(), v.float(), o.float(), lse, do.float(), causal=True)
+    sums = torch.zeros(1, 2, 12, 8), torch.zeros(1, 2, 12, 8)
+    packed_sums = torch.zeros(12, 2, 8), torch.zeros(12, 2, 8)
+
+    def add(rows: slice) -> None:
+        n = rows.stop
+        names = ("q", "k", "v", "o", "lse", "do")
+        parts = (q[:, :, rows], k[:, :, :n], v[:, :, :n], o[:, :, rows], lse[:, :, rows], do[:, :, rows])
+        given: dict[str, Any] = dict(zip(names, parts, strict=True))
+        into = sums[0][:, :, :n], sums[1][:, :, :n]
+        found = flash_attention_backward(**given, causal=True, accumulate_into=into)
+        assert [x.dtype for x in found] == [torch.bfloat16, torch.float32, torch.float32]
+        given = {name: x[0] if name == "lse" else x[0].transpose(0, 1) for name, x in given.items()}
+        starts_q, starts_k = (torch.tensor([0, length], dtype=torch.int32) for length in (n - rows.start, n))
+        into = packed_sums[0][:n], packed_sums[1][:n]
+        flash_attention_varlen_backward(
+            **given, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, max_seqlen_q=12, max_seqlen_k=12, causal=True,
+            accumulate_into=into,
+        )  # fmt: skip
+
+    for rows in (slice(0, 5), slice(5, 12)):
+        (torch.compile(add, backend="eager") if compiled else add)(rows)
+    for expected, total, packed in zip((dk, dv), sums, packed_sums, strict=True):
+        torch.testing.assert_close(total, expected, atol=0.05, rtol=0.05)
+        torch.testing.assert_close(packed.transpose(0, 1)[None], total, atol=2e-2 * compiled, rtol=2e-2 * compiled)

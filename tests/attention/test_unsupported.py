@@ -236,6 +236,28 @@ def test_tangents_are_not_lost():
         ({"do": torch.zeros(2, 4, 4, 8)}, r"do must have shape \[B, H, Sq, DV\] = \[2, 4, 5, 8\], got \[2, 4, 4, 8\]"),
         ({"lse": torch.zeros(2, 4, 1)}, r"lse must have shape \[B, H, Sq\] = \[2, 4, 5\], got \[2, 4, 1\]"),
         ({"q": torch.zeros(4, 5, 8)}, r"q must have 4 dimensions \[B, H, S, D\], got shape \[4, 5, 8\]"),
+        ({"accumulate_into": torch.zeros(2)}, r"accumulate_into must be two tensors \(dk, dv\) or None, got"),
+        ({"accumulate_into": (torch.zeros(2, 2, 7, 8), None)}, "accumulate_into's dv must be a torch.Tensor"),
+        (
+            {"accumulate_into": (torch.zeros(2, 2, 7, 8), torch.zeros(2, 2, 7, 9))},
+            r"accumulate_into's dv must have shape \[that of v\] = \[2, 2, 7, 8\], got \[2, 2, 7, 9\]",
+        ),
+        (
+            {"accumulate_into": (torch.zeros(2, 2, 7, 8).half(), torch.zeros(2, 2, 7, 8))},
+            "accumulate_into's dk must be float32, got torch.float16",
+        ),
+        (
+            {"accumulate_into": (torch.zeros(2, 2, 7, 8), torch.zeros(2, 2, 8, 7).mT)},
+            "accumulate_into's dv must have contiguous rows",
+        ),
+        (
+            {"accumulate_into": (torch.zeros(2, 2, 7, 8), torch.zeros(2, 1, 7, 8).expand(2, 2, 7, 8))},
+            "accumulate_into's dv must have contiguous rows and no expanded axis",
+        ),
+        (
+            {"accumulate_into": (torch.zeros(2, 2, 7, 8, requires_grad=True), torch.zeros(2, 2, 7, 8))},
+            "accumulate_into's dk must not require grad",
+        ),
     ],
 )
 def test_a_backward_call_is_refused(change, message):

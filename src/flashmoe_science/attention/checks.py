@@ -8,8 +8,15 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from ..errors import InputError, UnsupportedError
-from ..gpu.checks import check_dense, check_memory, check_not_negative, check_one_device, check_storages
+from ..errors import InputError, UnsupportedError, shown
+from ..gpu.checks import (
+    check_dense,
+    check_memory,
+    check_not_negative,
+    check_one_device,
+    check_storages,
+    check_tensor,
+)
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
@@ -229,3 +236,24 @@ def check_saved(tensors: Mapping[str, Tensor]) -> None:
             raise InputError(f"{name} must be {dtype} on {q.device}, got {tensor.dtype} on {tensor.device}")
         if name != "do":  # autograd makes negative views of do, and they are resolved
             check_not_negative(name, tensor)
+
+
+def named_sums(sums: object, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return, as dk and dv, the tensors that gradients of k and v are added to. Raises ``InputError``."""
+    if not isinstance(sums, tuple) or len(sums) != 2:
+        raise InputError(f"accumulate_into must be two tensors (dk, dv) or None, got {shown(sums)}")
+    for of, total in zip("kv", sums, strict=True):
+        name, like = f"accumulate_into's d{of}", tensors[of]
+        check_tensor(name, total)
+        check_dense(name, total)
+        check_shape(name, total, tuple(like.shape), f"that of {of}")
+        check_place(name, total, like)
+        check_not_negative(name, total)
+        if total.dtype != torch.float32:
+            raise InputError(f"{name} must be float32, got {total.dtype}")
+        if total.requires_grad and torch.is_grad_enabled():
+            raise InputError(f"{name} must not require grad: it is added to in place")
+        steps = [step for step, size in zip(total.stride(), total.shape, strict=True) if size > 1]
+        if 0 in steps or (total.shape[-1] > 1 and total.stride(-1) != 1):
+            raise InputError(f"{name} must have contiguous rows and no expanded axis, got strides {total.stride()}")
+    return dict(zip(("dk", "dv"), sums, strict=True))

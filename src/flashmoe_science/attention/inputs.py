@@ -37,7 +37,9 @@ TENSORS = (
 DIFFERENTIABLE = ("q", "k", "v", "sinks", "bias")
 _TWO_INTS = [int, int]
 _OF_MASK = ("mask_lists", "mask_bits")  # how long they are decides nothing
-_COUNTED = frozenset(("q", "k", "v", "o", "do", "page_table"))  # one axis counts tokens or pages in packed calls
+_COUNTED = frozenset(
+    ("q", "k", "v", "o", "do", "dk", "dv", "page_table")
+)  # one axis counts tokens or pages in packed calls
 _NEEDED = frozenset(("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"))
 _LARGEST_FP64 = (2 - 2.0**-52) * 2.0**1023
 _forward_ad = torch.autograd.forward_ad

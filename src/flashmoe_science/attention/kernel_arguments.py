@@ -105,6 +105,7 @@ class BackwardCall(NamedTuple):
     BOUND_LEFT: bool  # some keys come too early for some rows
     BOUND_RIGHT: bool  # some keys come too late for some rows
     PRECISION: str  # of products: "ieee" for fp32 inputs
+    ADD: bool  # dK and dV are added to what is there
 
 
 class BackwardTile(NamedTuple):

@@ -109,7 +109,10 @@ class Call:
         return o.transpose(0, 1)[None], lse[None]
 
     def gradients(self, tensors: Mapping[str, Tensor], wanted: Sequence[str]) -> dict[str, Tensor]:
-        """Return gradients by name, in the form of ``tensors``, which hold o, lse and their gradients too."""
+        """Return gradients by name, in the form of ``tensors``, which hold o, lse and their gradients too.
+
+        With dk and dv, fp32, those of k and v are added to them.
+        """
         if self.starts is None:
             return gradients_of(self.options, tensors, wanted)
         found = gradients_of(self.options, {**_without_batch(tensors), **self.starts}, wanted)
@@ -119,7 +122,9 @@ class Call:
 def _without_batch(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Return tensors as packed calls take them: ``[tokens, heads, columns]``, LSE ``[heads, tokens]``."""
     found = dict(tensors)
-    found |= {name: tensors[name][0].transpose(0, 1) for name in ("q", "k", "v", "o", "do") if name in tensors}
+    found |= {
+        name: tensors[name][0].transpose(0, 1) for name in ("q", "k", "v", "o", "do", "dk", "dv") if name in tensors
+    }
     return found | {name: tensors[name][0] for name in ("lse", "dlse") if name in tensors}
 
 

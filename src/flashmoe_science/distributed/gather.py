@@ -61,10 +61,10 @@ class GatherRecipe:
             given = {"q": q[:, :, rows], "k": whole_k[:, :, keys], "v": whole_v[:, :, keys], **heads.given()}
             given |= {"o": found.o[:, :, rows], "lse": found.lse[:, :, rows]}
             given |= {name: x[:, :, rows] for name, x in (("do", do), ("dlse", dlse)) if x is not None}
+            its_sums = sums[keys].permute(1, 2, 0, 3)
+            given |= {"dk": its_sums[..., :columns], "dv": its_sums[..., columns:]}
             gradients = call.gradients(given, wanted)
             dq[:, :, rows] = gradients["q"]
-            sums[keys, ..., :columns] += gradients["k"].permute(2, 0, 1, 3)
-            sums[keys, ..., columns:] += gradients["v"].permute(2, 0, 1, 3)
             dsinks += [gradients["sinks"]] if sinks else []
         return dq, sums, torch.stack(dsinks).sum(0) if sinks else None
 

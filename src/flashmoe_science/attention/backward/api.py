@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...gpu.checks import check_not_mapped, check_not_mixed, check_tensor
 from ...gpu.subclasses import is_traced
-from ..checks import check_saved, check_tensors
+from ..checks import check_saved, check_tensors, named_sums
 from ..context_parallel import refuse_context_parallel
 from ..inputs import Options, check_all_options, gpu_of, problem_of, refuse_tangents
 from .autograd import forced_kernel, gradients_of
@@ -31,6 +31,7 @@ def flash_attention_backward(
     causal: bool = False,
     softmax_scale: float | None = None,
     window: tuple[int, int] = (-1, -1),
+    accumulate_into: tuple[Tensor, Tensor] | None = None,
     kernel: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, from what the forward returned and the gradients of that.
@@ -48,6 +49,8 @@ def flash_attention_backward(
         causal: row m sees keys up to m + Sk - Sq.
         softmax_scale: default ``D ** -0.5``.
         window: (left, right), -1 for no bound.
+        accumulate_into: fp32 tensors ``[B, HK, Sk, D]`` and ``[B, HK, Sk, DV]`` with contiguous rows.
+            The gradients of k and v are added to them in place, and they are returned as dk and dv.
         kernel: ``"auto"``, or one name to force (``explain_gradients`` lists them); a forced kernel never falls back.
 
     Returns:
@@ -57,7 +60,8 @@ def flash_attention_backward(
         InputError: a shape, dtype, device or value breaks the contract above.
         UnsupportedError: no kernel, or not the kernel forced, serves this call.
 
-    Numerics: as the gradients of ``flash_attention``; the same bits in every run.
+    Numerics: as the gradients of ``flash_attention``; the same bits in every run. What
+    ``backward_triton`` accumulates is fp32; other kernels round it to the dtype of q before.
     """
     given: dict[str, Any] = {"q": q, "k": k, "v": v, "o": o, "do": do, "lse": lse}
     refuse_context_parallel()
@@ -68,13 +72,14 @@ def flash_attention_backward(
         given["dlse"] = dlse
     check_tensors(given, "B, H, S, D")
     check_saved(given)
+    sums = {} if accumulate_into is None else named_sums(accumulate_into, given)
     refuse_tangents(given.values())
     check_not_mapped(given.values())
     check_backward_kernel_name(kernel)
     options = check_all_options(Options(causal, softmax_scale, window, kernel=kernel))
     if is_traced(given.values()):
         check_not_mixed(given)
-    found = gradients_of(options, given, ["q", "k", "v"])
+    found = gradients_of(options, {**given, **sums}, ["q", "k", "v"])
     return found["q"], found["k"], found["v"]
 
 

@@ -17,7 +17,7 @@ from ..checks import check_fake
 from ..forward.calls import remember, run
 from ..inputs import DIFFERENTIABLE, AttentionCall, Options, layouts_of, refuse_tangents
 from ..packed import check_own_keys, planned_lengths
-from .calls import Call, allocate_gradient, prepare_backward
+from .calls import Call, add_to_sums, allocate_gradient, prepare_backward
 from .plan import BACKWARD_KERNEL, check_backward_kernel_name, plan_backward
 from .problem import backward_problem_of, check_backward_operator
 
@@ -127,6 +127,7 @@ def attention_gradients(options: Options, tensors: Mapping[str, Tensor], wanted:
         options: what the call asked for.
         tensors: q, k, v and what else the call was given; o and lse that it returned; of their gradients do, dlse, or
             both. Any strides.
+            With dk and dv, fp32, those of k and v are added to them, and returned so.
         wanted: of q, k, v, sinks and bias those whose gradients are asked for; k and v come together.
 
     Raises:
@@ -164,7 +165,7 @@ def gradients_of(options: Options, tensors: Mapping[str, Tensor], wanted: Sequen
     given = {name: tensor.detach() for name, tensor in tensors.items()}
     numbers = [number for number, name in enumerate(DIFFERENTIABLE) if name in wanted]
     found = _call_operator(options, given, numbers)
-    return {DIFFERENTIABLE[number]: found[number] for number in numbers}
+    return add_to_sums({DIFFERENTIABLE[number]: found[number] for number in numbers}, tensors)
 
 
 def _call_operator(o: Options, given: Mapping[str, Tensor | None], numbers: Sequence[int]) -> Sequence[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -39,7 +40,27 @@ def prepare_backward(plan: BackwardPlan, device: torch.device) -> Call:
         )
     if not isinstance(plan.config, HopperBackwardConfig):
         return _kernel_call(plan, device)
+    if plan.problem.sums is not None:  # its kernels write gradients of their own
+        alone = dataclasses.replace(plan, problem=dataclasses.replace(plan.problem, sums=None))
+        return _adding_call(prepare_backward(alone, device))
     return (_packed_hopper_call if plan.problem.forward.packed else _hopper_call)(plan, device)
+
+
+def _adding_call(call: Call) -> Call:
+    """Return a call that adds the gradients of k and v to the tensors that the caller gave for them."""
+
+    def adding(tensors: Tensors) -> dict[str, Tensor]:
+        return add_to_sums(call(tensors), tensors)
+
+    return adding
+
+
+def add_to_sums(found: dict[str, Tensor], tensors: Tensors) -> dict[str, Tensor]:
+    """Return gradients, of which those of k and v were added to what ``tensors`` have for them, if anything."""
+    for name in ("k", "v"):
+        if f"d{name}" in tensors and name in found:
+            found[name] = tensors[f"d{name}"].add_(found[name])
+    return found
 
 
 def allocate_gradient(tensor: Tensor) -> Tensor:
@@ -64,9 +85,19 @@ def _reference_call(problem: BackwardProblem) -> Call:
         inputs = (tensors["q"], tensors["k"], tensors["v"])
         check_storages(tensors)
         found = differentiate(*inputs, tensors["do"], tensors.get("dlse"), **options, **extras)
-        return {name: _allocate(name, tensors[name]).copy_(found[name]) for name in problem.wanted}
+        if problem.sums is not None:
+            add_to_sums(found, tensors)
+        return {
+            name: found[name] if _is_summed(problem, name) else _allocate(name, tensors[name]).copy_(found[name])
+            for name in problem.wanted
+        }
 
     return call
+
+
+def _is_summed(problem: BackwardProblem, name: str) -> bool:
+    """Return whether a gradient is added to a tensor that the caller gave."""
+    return problem.sums is not None and name in ("k", "v")
 
 
 def _allocate(name: str, tensor: Tensor) -> Tensor:
@@ -94,9 +125,14 @@ def _kernel_call(plan: BackwardPlan, device: torch.device) -> Call:
         if "k" in p.seqused and "k" in problem.wanted:
             rows["lse"] = mark_shared_keys(rows["lse"], tensors)
         delta = torch.empty(rows["lse"].shape, dtype=torch.float32, device=q.device)
-        found = {name: _allocate(name, tensors[name]) for name in problem.wanted}
+        found = {
+            name: tensors[f"d{name}"] if _is_summed(problem, name) else _allocate(name, tensors[name])
+            for name in problem.wanted
+        }
         if p.packed or not launches:  # no program writes the gradients of rows and keys in no sequence's place
             for name, gradient in found.items():
+                if _is_summed(problem, name):
+                    continue
                 if name != "bias" or not launches:  # that of a bias is written as a whole
                     gradient.zero_()
         made = {f"d{name}": gradient for name, gradient in found.items()}

@@ -161,9 +161,12 @@ def _add_rows(
 @triton.jit
 def _store_keys(
     gradient, out_ptr, b, hk, start, offs_n, keys, offs_col, seqlen_k, place_k, strides,
-    ALIGN: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    ALIGN: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, HAS_LENGTHS: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradient of a tile of keys or values; HAS_LENGTHS: 0 for keys behind the length of a sequence."""
+    """Store the gradient of a tile of keys or values, or add it to what is there.
+
+    HAS_LENGTHS: 0 for keys behind the length of a sequence.
+    """
     if HAS_LENGTHS:
         gradient = tl.where(offs_n[:, None] < seqlen_k, gradient, 0.0)
     base = out_ptr + head_offset(b, hk, strides.b, strides.h) * ALIGN + start * strides.ROW
@@ -171,6 +174,8 @@ def _store_keys(
     if COLUMNS != BLOCK:
         mask = mask & (offs_col[None, :] < COLUMNS)
     ptrs = base + keys[:, None] * strides.ROW + offs_col[None, :]
+    if ADD:
+        gradient += tl.load(ptrs, mask=mask, other=0.0)
     tl.store(ptrs, gradient.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -321,7 +326,7 @@ def _backward_kv_kernel(
     if MAKE_DK:
         _store_keys(
             dk[0] * grad_scale, dk_ptr, b, hk, start, offs_n, keys, offs_d, seqlen_k, place_k, dk_strides,
-            CALL.ALIGN_OUT, CALL.D, CALL.BLOCK_D, sequences.seqused_k_ptr is not None,
+            CALL.ALIGN_OUT, CALL.D, CALL.BLOCK_D, sequences.seqused_k_ptr is not None, CALL.ADD,
         )  # fmt: skip
     if MAKE_DV:
         dv = dv[0]
@@ -329,5 +334,5 @@ def _backward_kv_kernel(
             dv *= dropout.scale
         _store_keys(
             dv, dv_ptr, b, hk, start, offs_n, keys, offs_dv, seqlen_k, place_k, dv_strides,
-            CALL.ALIGN_OUT, CALL.DV, CALL.BLOCK_DV, sequences.seqused_k_ptr is not None,
+            CALL.ALIGN_OUT, CALL.DV, CALL.BLOCK_DV, sequences.seqused_k_ptr is not None, CALL.ADD,
         )  # fmt: skip

@@ -72,6 +72,14 @@ def _output(problem: BackwardProblem) -> Pointer:
     return Pointer(problem.forward.dtype, aligned=True)
 
 
+def _output_of_keys(problem: BackwardProblem) -> tuple[Pointer, int]:
+    """Return the pointer of the gradient of k or v, and the elements of which each row's start is a multiple."""
+    p = problem.forward
+    if problem.sums is None:
+        return _output(problem), math.gcd(8, p.head_dim, p.head_dim_v)
+    return Pointer("fp32"), math.gcd(*(stride for of_sum in problem.sums for stride in of_sum[:3])) or 1
+
+
 def _prepare(
     function: Any, grid: tuple[int, int, int], arguments: dict[str, Argument], constants: dict[str, Any], warps: int,
     stages: int = 1,
@@ -147,6 +155,7 @@ def _shared(problem: BackwardProblem, tile: Tile, align_out: int = 1) -> tuple[d
         BOUND_LEFT=p.bounded_left,
         BOUND_RIGHT=p.bounded_right,
         PRECISION=_precision(problem),
+        ADD=problem.sums is not None,
     )
     constants["TILE"] = BackwardTile(
         BLOCK_M=tile.block_m,
@@ -180,11 +189,11 @@ def _kv(
     problem: BackwardProblem, config: BackwardConfig, grid: tuple[int, int, int], outputs: tuple[str, ...]
 ) -> PreparedKernel:
     p, tile = problem.forward, config.kv
-    align = math.gcd(8, p.head_dim, p.head_dim_v)
+    output, align = _output_of_keys(problem)
     arguments, constants = _shared(problem, tile, align)
     sizes = {"heads": p.heads, "heads_kv": p.heads_kv, "seqlen_q": p.seqlen_q, "seqlen_k": p.seqlen_k}
     arguments |= {
-        **{name: _output(problem) if name in outputs else None for name in ("dk_ptr", "dv_ptr")},
+        **{name: output if name in outputs else None for name in ("dk_ptr", "dv_ptr")},
         **{f"sizes.{name}": Scalar("i32", value) for name, value in sizes.items()},
         "sizes.tiles_n": Scalar("i32", -(-p.seqlen_k // tile.block_n)),
         "grad_scale": Scalar("fp32", p.scale),

@@ -30,6 +30,8 @@ class BackwardProblem:
     wants_sinks: bool = False
     # Whether one bias serves all sequences, and all heads; None: its gradient is not asked for.
     bias_sums: tuple[bool, bool] | None = None
+    # Strides of the fp32 tensors that the gradients of k and v are added to; None: they have tensors of their own.
+    sums: tuple[Strides, Strides] | None = None
 
     def __post_init__(self) -> None:
         """Fill the forward's own strides in."""
@@ -46,12 +48,16 @@ class BackwardProblem:
     @property
     def dk_strides(self) -> Strides:
         """Strides of the gradient of k."""
+        if self.sums is not None:
+            return self.sums[0]
         p = self.forward
         return self._like(p.heads_kv, p.seqlen_k, p.head_dim, p.k_strides)
 
     @property
     def dv_strides(self) -> Strides:
         """Strides of the gradient of v."""
+        if self.sums is not None:
+            return self.sums[1]
         p = self.forward
         return self._like(p.heads_kv, p.seqlen_k, p.head_dim_v, p.v_strides)
 
@@ -89,6 +95,7 @@ def backward_problem_of(options: Options, tensors: Mapping[str, Tensor], wanted:
         _strides(o),
         _strides(do),
         has_dlse="dlse" in tensors,
+        sums=(_strides(tensors["dk"]), _strides(tensors["dv"])) if "dk" in tensors else None,
         **fields_of_wanted(forward, tensors, wanted),
     )
 

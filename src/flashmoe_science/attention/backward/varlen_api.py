@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...gpu.checks import check_before_operator, check_not_mapped, check_tensor
 from ...gpu.subclasses import is_traced
-from ..checks import check_attended_packed, check_saved
+from ..checks import check_attended_packed, check_saved, named_sums
 from ..context_parallel import refuse_context_parallel
 from ..inputs import Options, check_all_options, refuse_tangents
 from ..packed import check_values, planned_lengths
@@ -32,6 +32,7 @@ def flash_attention_varlen_backward(
     causal: bool = False,
     softmax_scale: float | None = None,
     window: tuple[int, int] = (-1, -1),
+    accumulate_into: tuple[Tensor, Tensor] | None = None,
     kernel: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v of packed sequences, from what the forward returned and the gradients of that.
@@ -53,6 +54,8 @@ def flash_attention_varlen_backward(
         causal: row m of a sequence sees keys up to m + Sk - Sq.
         softmax_scale: default ``D ** -0.5``.
         window: (left, right), -1 for no bound.
+        accumulate_into: fp32 tensors ``[Tk, HK, D]`` and ``[Tk, HK, DV]`` with contiguous rows.
+            The gradients of k and v are added to them in place, and they are returned as dk and dv.
         kernel: ``"auto"``, or one name to force (``explain_gradients`` lists them); a forced kernel never falls back.
 
     Returns:
@@ -63,7 +66,8 @@ def flash_attention_varlen_backward(
         InputError: a shape, dtype, device or value breaks the contract above. The host reads no length on a GPU.
         UnsupportedError: no kernel, or not the kernel forced, serves this call.
 
-    Numerics: as the gradients of ``flash_attention_varlen``; the same bits in every run.
+    Numerics: as the gradients of ``flash_attention_varlen``; the same bits in every run. What
+    ``backward_triton`` accumulates is fp32; other kernels round it to the dtype of q before.
     """
     given: dict[str, Any] = {"q": q, "k": k, "v": v, "o": o, "do": do, "lse": lse}
     given |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
@@ -82,8 +86,9 @@ def flash_attention_varlen_backward(
         check_before_operator(given, "q")
     check_attended_packed(given, planned_lengths(*lengths, None))
     check_saved(given)
+    sums = {} if accumulate_into is None else named_sums(accumulate_into, given)
     refuse_tangents(given.values())
     if not traced:
         check_values(given, options)
-    found = gradients_of(options, given, ["q", "k", "v"])
+    found = gradients_of(options, {**given, **sums}, ["q", "k", "v"])
     return found["q"], found["k"], found["v"]
