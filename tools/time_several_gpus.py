@@ -3,6 +3,8 @@
     export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1   # where multicast is not allowed
     torchrun --nproc-per-node 2 tools/time_several_gpus.py [causal packed experts] [--tokens 16384 65536] [--out FILE]
 
+GPUs have work queued while the host prepares calls, as in a training step. ``--idle`` times calls that find idle GPUs.
+
 Attention: bf16, 32 query heads, 8 K/V heads, D 128, causal, one sequence or a packed batch. Experts: Mixtral and
 Qwen3-30B, 8k tokens a GPU. A time is that of the slowest rank, the median of rounds in which every arm runs once. Rates
 are TFLOP/s of each GPU; the share is that of one GPU's rate.
@@ -34,6 +36,7 @@ HEADS, HEADS_KV, D = 32, 8, 128
 EXPERTS = {"mixtral": (8, 2, 4096, 14336), "qwen3-30b": (128, 8, 2048, 768)}  # experts, top k, hidden, inter
 TOKENS = 8192  # of a GPU, of experts
 WARM_UP, ROUNDS = 3, 9
+QUEUED = 40_000_000  # cycles of work that GPUs have before a call: about 20 ms
 Times = dict[str, float]  # ms, by forward and backward
 
 
@@ -58,6 +61,9 @@ def arm(call: Callable[..., Tensor], tensors: list[Tensor]) -> Callable[[], Time
         events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]  # type: ignore[no-untyped-call]
         dist.barrier()
         torch.cuda.synchronize()
+        if QUEUED:
+            torch.cuda._sleep(QUEUED)  # type: ignore[no-untyped-call]  # noqa: SLF001 - has no public name
+            dist.all_reduce(torch.zeros(1, device="cuda"))  # all GPUs begin at once
         events[0].record()
         o = call(q, k, v)
         events[1].record()
@@ -220,7 +226,10 @@ def main() -> None:
     )
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 32768, 65536, 131072])
     parser.add_argument("--out", type=Path, help="write the rates there as JSON")
+    parser.add_argument("--idle", action="store_true", help="time calls that find idle GPUs: the host's time counts")
     asked = parser.parse_args()
+    global QUEUED  # noqa: PLW0603 - one process, one way
+    QUEUED = 0 if asked.idle else QUEUED
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(rank)
     dist.init_process_group("cuda:nccl,cpu:gloo", device_id=torch.device("cuda", rank))

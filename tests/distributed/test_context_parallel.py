@@ -68,7 +68,7 @@ def test_errors_name_the_rank_and_are_raised_on_all(found: list[dict[str, Any]])
         "sinks of one rank": "rank 1: sinks must be a torch.Tensor or None, got list",
         "twice": "differentiate twice",
         "tokens": "pad the sequence to 8 tokens",
-        "lengths": "append a document of 15 tokens of padding",
+        "lengths": "append a document of padding, to 18 tokens in all",
         "no length": "rank 1: lengths must be integers above 0",
         "other lengths": "rank 0 has a plan of 1 documents, 8 tokens, digest",
         "groups": "head_groups must be an integer above 0, got 0",

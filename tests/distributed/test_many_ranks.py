@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import time
 import weakref
 from typing import Any
@@ -16,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flashmoe_science.attention.inputs import Options
 from flashmoe_science.distributed import ContextParallel
 from flashmoe_science.distributed.calls import ByHead, Inputs
-from flashmoe_science.distributed.layout import PackedLayout, documents_in, plan_packed
+from flashmoe_science.distributed.layout import PackedLayout, plan_documents
 
 from ..test_simulate_ranks import simulate_ranks
 from .ranks import fake_ranks
@@ -58,7 +60,7 @@ def documents() -> list[int]:
 
 @pytest.fixture(scope="module")
 def packed() -> PackedLayout:
-    return plan_packed(documents(), RANKS, 8)
+    return plan_documents(documents(), RANKS)
 
 
 def test_a_plan_of_ten_million_tokens_takes_little_time(packed: PackedLayout) -> None:
@@ -69,38 +71,74 @@ def test_a_plan_of_ten_million_tokens_takes_little_time(packed: PackedLayout) ->
         calls = plan.calls(Options(causal=True))
     assert time.process_time() - begun < 5  # 0.3 s on a machine that does nothing else
     assert plan.layout == packed.layout
-    assert sum(call.rows for call in calls) == TOKENS // RANKS
-    for call, span in zip(calls, plan.layout.spans(700), strict=True):
+    alone = packed.rounds[700][0]
+    for call, spans in ((calls.whole, packed.layout.held[700][:alone]), (calls.shared, packed.parts(700))):
+        assert call is not None
         assert call.starts is not None
-        queries, keys = (call.starts[name].diff() for name in ("cu_seqlens_q", "cu_seqlens_k"))
-        assert int(queries.sum()) == span[1] - span[0]
-        assert int(keys.sum()) == call.keys[1] - call.keys[0]
-        # The last query of a document's part is its last key, and the first key begins the document.
-        held = documents_in(span, plan.starts)
-        assert keys.tolist() == [min(end, span[1]) - start for start, end in held]
-        assert queries.tolist() == [min(end, span[1]) - max(start, span[0]) for start, end in held]
+        queries, keys = (call.starts[name].diff().tolist() for name in ("cu_seqlens_q", "cu_seqlens_k"))
+        assert queries == [end - start for start, end in spans]
+        # The last query of a part is its last key, and the first key begins the document.
+        assert keys == [end - document_of(start, packed)[0] for start, end in spans]
+    assert calls.whole is not None
+    assert calls.shared is not None
+    assert calls.alone == calls.whole.rows
+    assert calls.whole.rows + calls.shared.rows == TOKENS // RANKS
+    assert len(calls.keys) == calls.rounds[-1] == calls.shared.keys[1]
 
 
-def test_all_ranks_have_all_tokens_once_and_about_the_same_work(packed: PackedLayout) -> None:
-    held = sorted(number for chunks in packed.layout.chunks for number in chunks)
-    assert held == list(range(8 * RANKS))
+def document_of(token: int, packed: PackedLayout) -> tuple[int, int]:
+    behind = bisect.bisect_right(packed.starts, token)
+    return packed.starts[behind - 1], packed.starts[behind]
+
+
+def long_tailed(seed: int, tokens: int) -> list[int]:
+    make = torch.Generator().manual_seed(seed)
+    drawn = torch.empty(tokens).log_normal_(2.5, 1.4, generator=make).long() + 1
+    lengths = drawn[drawn.cumsum(0) < tokens].tolist()
+    return [*lengths, tokens - sum(lengths)]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ranks"),
+    [
+        *((long_tailed(seed, 40 * ranks), ranks) for seed in range(20) for ranks in (2, 3, 4, 8)),
+        ([64], 4), ([1] * 64, 8), ([7, 1, 1, 1, 3, 3], 4), ([1, 1, 126], 8), ([30, 30, 4], 2), ([1, 1], 2),
+    ],
+)  # fmt: skip
+def test_all_tokens_are_held_once_and_keys_arrive_in_their_order(lengths: list[int], ranks: int) -> None:
+    packed = plan_documents(lengths, ranks)
+    tokens = sum(lengths)
+    held = [list(itertools.chain(*(range(*span) for span in spans))) for spans in packed.layout.held]
+    assert sorted(itertools.chain(*held)) == list(range(tokens))
+    assert {len(tokens_of_rank) for tokens_of_rank in held} == {tokens // ranks}
+    sent: list[int] = []
+    for rank, spans in enumerate(packed.layout.held):
+        assert sum(packed.rounds[rank]) == len(spans)
+        alone = packed.rounds[rank][0]
+        assert all(span == document_of(span[0], packed) for span in spans[:alone])
+        parts = list(itertools.chain(*(range(*span) for span in packed.parts(rank))))
+        sent += parts + [-1] * (packed.sent - len(parts))
+        rounds = iter(spans[alone:])
+        for count in packed.rounds[rank][1:]:  # no document twice in a round
+            documents = [document_of(start, packed) for start, _ in itertools.islice(rounds, count)]
+            assert len(set(documents)) == count
+    for rank in range(ranks):
+        for causal in (True, False):
+            pieces = packed.pieces(packed.parts(rank), causal=causal, window=(-1, -1))
+            for keys in pieces.keys:
+                arrived = [sent[place] for span in packed.arrivals(keys) for place in range(*span)]
+                assert arrived == list(range(*keys))
+
+
+def test_all_ranks_have_about_the_same_work(packed: PackedLayout) -> None:
     work = []
-    for rank in range(RANKS):
-        parts = [
-            (max(span[0], start) - start, min(span[1], end) - start)
-            for span in packed.layout.spans(rank)
-            for start, end in documents_in(span, packed.starts)
-        ]
-        work.append(sum((last - first) * (last + first) for first, last in parts))
-    assert max(work) < 1.1 * sum(work) / RANKS
-
-
-def test_documents_are_found_where_they_begin_and_end() -> None:
-    starts = (0, 3, 4, 9)
-    assert documents_in((0, 3), starts) == [(0, 3)]
-    assert documents_in((3, 4), starts) == [(3, 4)]
-    assert documents_in((2, 5), starts) == [(0, 3), (3, 4), (4, 9)]
-    assert documents_in((8, 9), starts) == [(4, 9)]
+    for spans in packed.layout.held:
+        firsts = [document_of(start, packed)[0] for start, _ in spans]
+        work.append(
+            sum((end - first) ** 2 - (start - first) ** 2 for first, (start, end) in zip(firsts, spans, strict=True))
+        )
+    assert max(work) < 1.05 * sum(work) / RANKS
+    assert packed.sent < TOKENS // RANKS
 
 
 @pytest.mark.parametrize(("ranks", "strategy"), [(1024, "gather"), (8, "heads")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -13,7 +14,7 @@ from ..attention.backward.autograd import gradients_of
 from ..attention.dispatch import attend
 from ..attention.inputs import Options
 from ..errors import InputError, UnsupportedError
-from .layout import Layout, Piece, Span, keys_of
+from .layout import Layout, Pieces, Span, keys_of
 
 
 class ByHead(NamedTuple):
@@ -101,6 +102,10 @@ class Call:
     keys: Span = (0, 0)
     starts: Mapping[str, Tensor] | None = None  # cu_seqlens of a packed call
 
+    def with_options(self, options: Options) -> Call:
+        """Return the call with other options."""
+        return dataclasses.replace(self, options=options._replace(max_seqlens=self.options.max_seqlens))
+
     def attend(self, tensors: Mapping[str, Tensor | None]) -> tuple[Tensor, Tensor]:
         """Return o ``[B, H, rows, DV]`` and LSE ``[B, H, rows]`` of q, k, v ``[B, heads, tokens, columns]``."""
         if self.starts is None:
@@ -134,15 +139,14 @@ def fixed_call(span: Span, layout: Layout, options: Options) -> Call:
     return Call(options._replace(window=keys.window), span[1] - span[0], (keys.start, keys.end))
 
 
-def packed_call(piece: Piece, starts: Mapping[str, Tensor], options: Options) -> Call:
-    """Return the call of a piece of a packed batch, whose documents start at ``starts`` on the device."""
-    options = options._replace(max_seqlens=piece.longest)
-    return Call(options, piece.queries[1] - piece.queries[0], piece.keys, starts)
+def packed_call(pieces: Pieces, starts: Mapping[str, Tensor], options: Options) -> Call:
+    """Return the call of parts of documents, which start at ``starts`` on the device."""
+    return Call(options._replace(max_seqlens=pieces.longest), pieces.starts_q[-1], (0, pieces.starts_k[-1]), starts)
 
 
-def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+def on_device(numbers: Sequence[int] | Tensor, device: torch.device) -> Tensor:
     """Return numbers as int32 on a device."""
-    return torch.tensor(numbers, dtype=torch.int32).to(device, non_blocking=True)
+    return torch.as_tensor(numbers, dtype=torch.int32).to(device, non_blocking=True)
 
 
 def refuse_by_gather(options: Options, heads: ByHead, *, packed: bool) -> None:

@@ -13,10 +13,11 @@ from ..attention.inputs import Options, cast_under_autocast
 from ..errors import InputError, UnsupportedError, shown
 from ..gpu.subclasses import is_watched
 from .calls import ByHead, Call, Inputs, Recipe, fixed_call, refuse_by_gather
+from .documents import DocumentsRecipe
 from .exchange import Agreement, compare, describe_tensors, gather_tokens, group_of, kind_of
 from .gather import GatherRecipe
 from .heads import HeadsRecipe
-from .layout import Layout, plan_packed, straight_layout, zigzag_layout
+from .layout import Layout, plan_documents, plan_straight, straight_layout, zigzag_layout
 from .named import name
 from .operator import Attend, operate
 from .plan import PackedPlan, Place
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _STRATEGIES = ("heads", "gather")
-_CHUNKS = 8  # of a rank: with so many, packed documents are within 10 % of equal work
 
 
 class ContextParallel:
@@ -39,8 +39,9 @@ class ContextParallel:
       number of K/V heads must be a multiple of the number of ranks. Each rank holds one span of tokens.
     - ``"gather"``: all ranks gather K and V, and attend their own queries. Any number of ranks is served. Each rank
       holds a chunk from the front and one from the back, so all have the same causal work. No partial outputs are
-      merged: o and the gradient of q have the bits of one GPU if chunks are multiples of 128 tokens. Gradients of K and
-      V are summed in fp32 in the order of ranks: the same bits in every run.
+      merged: without a window, o and the gradient of q have the bits of one GPU if chunks are multiples of 128 tokens.
+      Gradients of K and V are summed in fp32 in the order of ranks: the same bits in every run. Of packed documents,
+      ranks hold whole ones where they can, and K and V travel for the others alone.
 
     All ranks of the mesh call every method, with the same options, shapes and plan. The first call of its kind compares
     them over ranks; with ``FLASHMOE_CHECK=1`` in the environment every call does. Errors are then raised on all ranks.
@@ -68,7 +69,7 @@ class ContextParallel:
         Args:
             mesh: of one dimension, as ``mesh["cp"]``.
             heads_kv: K/V heads of the calls to come: ``"auto"`` chooses ``"heads"`` where the ranks divide them.
-            strategy: ``"heads"``, ``"gather"`` or ``"auto"``.
+            strategy: ``"heads"``, ``"gather"`` or ``"auto"``, which takes ``"gather"`` for packed documents.
             head_groups: by ``"heads"``, in how many groups a rank's K/V heads travel. While one group attends, the next
                 is on its way. It divides the K/V heads of a rank. It changes no bit.
             transport: by ``"heads"``, ``"collectives"`` of the group's backend (NCCL, gloo), or ``"symmetric"``: copies
@@ -82,6 +83,7 @@ class ContextParallel:
         self.group = group_of(mesh, "cp")
         self.rank, self.ranks = self.group.rank(), self.group.size()
         self._place = Place(self.rank, tuple(dist.get_process_group_ranks(self.group)))
+        self._packed_strategy = "gather" if strategy == "auto" else strategy
         if strategy == "auto":
             if heads_kv is None:
                 raise InputError('heads_kv must be given for strategy="auto", got None')
@@ -112,7 +114,7 @@ class ContextParallel:
 
         Args:
             lengths: of the documents, in tokens, as integers on the host; their sum is a multiple of the number of
-                ranks, and with ``"gather"`` of 8 times that.
+                ranks.
             causal: of the calls to come. Calls with other masks prepare their own part of the plan.
             windows: of the calls to come, likewise.
 
@@ -123,13 +125,13 @@ class ContextParallel:
         found: list[PackedPlan] = []
 
         def describe() -> str:
-            packed = plan_packed(lengths, self.ranks, 1 if self.strategy == "heads" else _CHUNKS)
-            found.append(PackedPlan(packed, self._place, self._device()))
+            packed = (plan_straight if self._packed_strategy == "heads" else plan_documents)(lengths, self.ranks)
+            found.append(PackedPlan(packed, self._packed_strategy, self._place, self._device()))
             return f"a plan of {len(lengths)} documents, {packed.starts[-1]} tokens, digest {found[0].digest}"
 
         compare(describe, self.group)
         (plan,) = found
-        if self.strategy == "gather":
+        if self._packed_strategy == "gather":
             plan.prepare([(causal, window) for window in windows])
         return plan
 
@@ -150,7 +152,7 @@ class ContextParallel:
             InputError: the tokens cannot be split, or are not those of the plan.
         """
         layout = self._layout_of(x.shape[dim], plan)
-        return torch.cat([x.narrow(dim, start, end - start) for start, end in layout.spans(self.rank)], dim)
+        return torch.cat([x.narrow(dim, start, end - start) for start, end in layout.held[self.rank]], dim)
 
     def unshard(self, x: Tensor, dim: int, plan: PackedPlan | None = None) -> Tensor:
         """Return the tokens of all ranks in their order: the inverse of ``shard``. It records no gradient."""
@@ -170,9 +172,10 @@ class ContextParallel:
                 f"the plan is of another mesh or rank: {plan.place}, got {self._place}",
                 hint="make it by this ContextParallel's plan",
             )
-        if (len(plan.layout.chunks[0]) == 1) != (self.strategy == "heads"):
+        if plan.strategy != self._packed_strategy:
             raise InputError(
-                f"the plan is of another strategy than {self.strategy}", hint="make it by this ContextParallel's plan"
+                f"the plan is of another strategy than {self._packed_strategy}",
+                hint="make it by this ContextParallel's plan",
             )
         return plan.layout
 
@@ -294,23 +297,26 @@ class ContextParallel:
         """Check a call on all ranks, and return how it is served. Graphs call it too. Raises as ``attention``."""
         self._check(inputs, options, plan)
         named = options._replace(return_lse=True)
-        if self.strategy == "heads":
+        if self._strategy_of(plan) == "heads":
             call = Call(named) if plan is None else plan.whole_call(named)
             return HeadsRecipe(
                 self._transport, call, self.rank, self.ranks, self.head_groups, return_lse=options.return_lse
             )
         refuse_by_gather(options, inputs.heads, packed=plan is not None)
         if plan is not None:
-            return GatherRecipe(self.group, plan.layout, plan.calls(named))
+            return DocumentsRecipe(self.group, plan.calls(named))
         layout = self.layout(inputs.q.shape[2] * self.ranks)
         return GatherRecipe(
-            self.group, layout, tuple(fixed_call(span, layout, named) for span in layout.spans(self.rank))
+            self.group, layout, tuple(fixed_call(span, layout, named) for span in layout.held[self.rank])
         )
+
+    def _strategy_of(self, plan: PackedPlan | None) -> str:
+        return self.strategy if plan is None else self._packed_strategy
 
     def _attend(self, inputs: Inputs, options: Options, plan: PackedPlan | None) -> tuple[Tensor, Tensor]:
         """Serve a call, whose tensors are ``[n, heads, columns]`` with a plan, and so are those returned."""
         if is_watched():
-            groups = self.head_groups if self.strategy == "heads" else 0
+            groups = self.head_groups if self._strategy_of(plan) == "heads" else 0
             number = -1 if plan is None else plan.number
             o, lse = operate(_with_batch(inputs, plan), options, self._number, number, self.ranks, groups)
         else:
@@ -322,7 +328,7 @@ class ContextParallel:
     def _check(self, inputs: Inputs, options: Options, plan: PackedPlan | None) -> None:
         """Check a call on all ranks."""
         tensors = (*inputs[:3], *inputs.heads)
-        documents = None if plan is None else (plan.layout.tokens, len(plan.layout.chunks[0]), plan.place)
+        documents = None if plan is None else (plan.layout.tokens, plan.strategy, plan.place)
 
         def describe() -> str:
             self._check_tensors(inputs, plan)
@@ -330,7 +336,7 @@ class ContextParallel:
             asked = ", ".join(f"{option}={value}" for option, value in options._asdict().items())
             planned = "" if plan is None else f", plan {plan.digest}"
             sent = f"{self.head_groups} head_groups, transport {self._transport.name}"
-            return f"{self.strategy}: {describe_tensors(named)}, {asked}{planned}, {sent}"
+            return f"{self._strategy_of(plan)}: {describe_tensors(named)}, {asked}{planned}, {sent}"
 
         self._agreement.check((repr(options), documents, kind_of(tensors)), describe)
 
@@ -351,7 +357,7 @@ class ContextParallel:
         count, count_kv = q.shape[1], k.shape[1]
         heads.check(count)
         parts = self.ranks * self.head_groups
-        if self.strategy == "heads" and (count_kv % parts or count % parts):
+        if self._strategy_of(plan) == "heads" and (count_kv % parts or count % parts):
             groups = f" times {self.head_groups} groups" if self.head_groups > 1 else ""
             raise InputError(
                 f'heads must be multiples of the {self.ranks} ranks{groups} for strategy="heads", '

@@ -5,6 +5,7 @@ Messages have tokens first, so what arrives lies in the order of tokens, and vie
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from ..errors import InputError
 from .faults import collective
-from .layout import Layout
+from .layout import Layout, Span
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -38,7 +39,7 @@ def gather_tokens(local: Tensor, layout: Layout, group: Group) -> Tensor:
     gathered = local.new_empty(layout.tokens, *local.shape[1:])
     with collective(group, "all-gather"):
         _all_gather(gathered, local.contiguous(), group=group)
-    return _reorder(gathered, layout.places(), layout.chunk)
+    return _take(gathered, layout.of_tokens())
 
 
 def reduce_tokens(partial: Tensor, layout: Layout, group: Group) -> Tensor:
@@ -52,12 +53,30 @@ def reduce_tokens(partial: Tensor, layout: Layout, group: Group) -> Tensor:
     Returns:
         ``[n, ...]`` fp32.
     """
-    owned = _reorder(partial, [number for held in layout.chunks for number in held], layout.chunk)
-    received = all_to_all(torch.unflatten(owned, 0, (layout.ranks, -1)).contiguous(), group)
+    owned = _take(partial, layout.of_ranks())
+    return sum_of_ranks(torch.unflatten(owned, 0, (layout.ranks, -1)).contiguous(), group)
+
+
+def sum_of_ranks(message: Tensor, group: Group) -> Tensor:
+    """Send ``message[r]`` to rank r; return the fp32 sum of what the ranks sent, added in their order."""
+    received = all_to_all(message, group)
     total = received[0].float()
-    for rank in range(1, layout.ranks):
-        total = total + received[rank]
+    for part in received[1:]:
+        total = total + part
     return total
+
+
+def start_gathering(local: Tensor, group: Group) -> tuple[Tensor, Callable[[], None]]:
+    """Begin to gather ``[m, ...]`` of each rank: return ``[W * m, ...]`` by rank, and what waits until it is there."""
+    gathered = local.new_empty(group.size() * local.shape[0], *local.shape[1:])
+    with collective(group, "all-gather"):
+        work = _all_gather(gathered, local, group=group, async_op=True)
+
+    def wait() -> None:
+        with collective(group, "all-gather"):
+            work.wait()
+
+    return gathered, wait
 
 
 class GatherTokens(torch.autograd.Function):
@@ -92,12 +111,11 @@ class ReduceTokens(torch.autograd.Function):
         return None, None, gather_tokens(gradient, ctx.layout, ctx.group)
 
 
-def _reorder(tokens: Tensor, places: Sequence[int], chunk: int) -> Tensor:
-    """Return the chunks of ``tokens`` in the order of ``places``."""
-    if list(places) == list(range(len(places))):
+def _take(tokens: Tensor, spans: Sequence[Span]) -> Tensor:
+    """Return spans of ``tokens``, one behind the other."""
+    if all(one[1] == other[0] for one, other in itertools.pairwise(spans)):
         return tokens
-    parts = torch.split(tokens, chunk)
-    return torch.cat([parts[place] for place in places])
+    return torch.cat([tokens[start:end] for start, end in spans])
 
 
 class Agreement:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import heapq
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,44 +14,36 @@ from ..errors import InputError
 
 Span = tuple[int, int]  # the first token and the one behind the last
 
+_WHOLE = 1 / 4  # of a rank's work: documents with more of it are split
+
 
 @dataclass(frozen=True)
 class Layout:
-    """Tokens in equal chunks, and the chunks of each rank in the order in which it holds them."""
+    """Which spans of tokens each rank holds, in the order in which it holds them. All hold as many tokens."""
 
     tokens: int  # of all ranks
-    chunks: tuple[tuple[int, ...], ...]  # by rank, rising
+    held: tuple[tuple[Span, ...], ...]  # by rank
 
     @property
     def ranks(self) -> int:
         """Return the number of ranks."""
-        return len(self.chunks)
+        return len(self.held)
 
-    @property
-    def chunk(self) -> int:
-        """Return the tokens of a chunk."""
-        return self.tokens // sum(map(len, self.chunks))
+    def of_ranks(self) -> list[Span]:
+        """Return the spans of rank 0, then those of rank 1, and so on."""
+        return [span for spans in self.held for span in spans]
 
-    def spans(self, rank: int) -> list[Span]:
-        """Return the spans of tokens of a rank. Chunks that follow one another are one span."""
-        found: list[Span] = []
-        for number in self.chunks[rank]:
-            start, end = number * self.chunk, (number + 1) * self.chunk
-            if found and found[-1][1] == start:
-                start = found.pop()[0]
-            found.append((start, end))
-        return found
-
-    def places(self) -> list[int]:
-        """Return, for each chunk of the sequence, its place among the chunks of rank 0, then rank 1, and so on."""
-        order = [number for held in self.chunks for number in held]
-        return sorted(range(len(order)), key=order.__getitem__)
+    def of_tokens(self) -> list[Span]:
+        """Return where the spans lie among the tokens of rank 0, then rank 1, and so on, in the order of tokens."""
+        ends = itertools.accumulate((end - start for start, end in self.of_ranks()), initial=0)
+        return [place for _, place in sorted(zip(self.of_ranks(), itertools.pairwise(ends), strict=True))]
 
 
 def straight_layout(tokens: int, ranks: int) -> Layout:
     """Give each rank one span. Raises ``InputError`` where the tokens cannot be split so."""
     _check_split(tokens, ranks, "the number of ranks")
-    return Layout(tokens, tuple((rank,) for rank in range(ranks)))
+    own = tokens // ranks
+    return Layout(tokens, tuple(((rank * own, (rank + 1) * own),) for rank in range(ranks)))
 
 
 def zigzag_layout(tokens: int, ranks: int) -> Layout:
@@ -58,28 +52,17 @@ def zigzag_layout(tokens: int, ranks: int) -> Layout:
     Raises ``InputError`` where the tokens cannot be split so.
     """
     _check_split(tokens, 2 * ranks, "twice the number of ranks")
-    return Layout(tokens, tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks)))
+    return Layout(tokens, tuple(_zigzag((0, tokens), ranks, rank) for rank in range(ranks)))
 
 
-def balanced_layout(work: Sequence[int], tokens: int, ranks: int) -> Layout:
-    """Give each rank as many chunks as the others: the chunk with the most work first, to the rank with the least.
-
-    Args:
-        work: of each chunk, any unit. Their number is a multiple of ``ranks``.
-        tokens: of all chunks.
-        ranks: among which they are shared.
-    """
-    most = len(work) // ranks
-    held = [list[int]() for _ in range(ranks)]
-    load = [(0, rank) for rank in range(ranks)]  # a heap: of ranks with room
-    for number in sorted(range(len(work)), key=lambda number: (-work[number], number)):
-        least, rank = load[0]
-        held[rank].append(number)
-        if len(held[rank]) < most:
-            heapq.heapreplace(load, (least + work[number], rank))
-        else:
-            heapq.heappop(load)
-    return Layout(tokens, tuple(tuple(sorted(chunks)) for chunks in held))
+def _zigzag(span: Span, parts: int, part: int) -> tuple[Span, ...]:
+    """Return the chunk from the front and the one from the back that are a part of a span, as one if they touch."""
+    start, size = span[0], span[1] - span[0]
+    front, back = (
+        (start + size * number // (2 * parts), start + size * (number + 1) // (2 * parts))
+        for number in (part, 2 * parts - 1 - part)
+    )
+    return ((front[0], back[1]),) if front[1] == back[0] else (front, back)
 
 
 def _check_split(tokens: int, parts: int, what: str) -> None:
@@ -114,13 +97,12 @@ def keys_of(queries: Span, document: Span, *, causal: bool, window: tuple[int, i
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A span of a rank's tokens as one packed call: where documents start in its queries, and in its keys."""
+class Pieces:
+    """Parts of documents as one packed call."""
 
-    queries: Span
-    keys: Span
-    starts_q: tuple[int, ...]  # from the first query on
-    starts_k: tuple[int, ...]  # from the first key on
+    starts_q: tuple[int, ...]  # where documents start in the queries, and where the last one ends
+    starts_k: tuple[int, ...]  # likewise in the keys
+    keys: tuple[Span, ...]  # of each document
 
     @property
     def longest(self) -> tuple[int, int]:
@@ -129,77 +111,172 @@ class Piece:
 
 
 def _longest(starts: Sequence[int]) -> int:
-    return max(end - start for start, end in itertools.pairwise(starts))
+    return max((end - start for start, end in itertools.pairwise(starts)), default=0)
 
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """How a packed batch is split."""
+    """How a packed batch is split.
+
+    Spans of a rank are whole documents first, then parts of documents: the first part of each, then the second of
+    each, and so on.
+    """
 
     starts: tuple[int, ...]  # where documents start in the batch, and where the last one ends
     layout: Layout
+    rounds: tuple[tuple[int, ...], ...]  # by rank: whole documents, first parts, second parts, and so on
 
     @property
     def longest(self) -> int:
         """Return the tokens of the longest document."""
         return _longest(self.starts)
 
-    def pieces(self, rank: int, *, causal: bool, window: tuple[int, int]) -> list[Piece]:
-        """Return the packed calls of a rank."""
-        return [self._piece(span, causal=causal, window=window) for span in self.layout.spans(rank)]
+    @functools.cached_property
+    def sent(self) -> int:
+        """Return how many tokens the rank holds that has the most in parts of documents: so many each rank sends."""
+        return max(sum(end - start for start, end in self.parts(rank)) for rank in range(self.layout.ranks))
 
-    def _piece(self, span: Span, *, causal: bool, window: tuple[int, int]) -> Piece:
-        starts_q, starts_k = [0], [0]
-        first_key = -1
-        for document in documents_in(span, self.starts):
-            queries = max(span[0], document[0]), min(span[1], document[1])
-            keys = keys_of(queries, document, causal=causal, window=window)
-            if first_key < 0:
-                first_key = keys.start
-            starts_q.append(queries[1] - span[0])
-            starts_k.append(keys.end - first_key)
-        return Piece(span, (first_key, first_key + starts_k[-1]), tuple(starts_q), tuple(starts_k))
+    def parts(self, rank: int) -> tuple[Span, ...]:
+        """Return the parts of documents that a rank holds."""
+        return self.layout.held[rank][self.rounds[rank][0] :]
+
+    def arrivals(self, keys: Span) -> list[Span]:
+        """Return where keys of a split document lie, in their order, among what all ranks sent, by rank."""
+        number = bisect.bisect_right(self._sent_spans, (keys[0], self.layout.tokens, 0)) - 1
+        found = []
+        for start, end, place in itertools.takewhile(lambda span: span[0] < keys[1], self._sent_spans[number:]):
+            first, last = max(start, keys[0]), min(end, keys[1])
+            found.append((place + first - start, place + last - start))
+        return found
+
+    @functools.cached_property
+    def _sent_spans(self) -> list[tuple[int, int, int]]:
+        """Return parts of documents by their start, and where they lie among what all ranks sent."""
+        found = []
+        for rank in range(self.layout.ranks):
+            place = rank * self.sent
+            for start, end in self.parts(rank):
+                found.append((start, end, place))
+                place += end - start
+        return sorted(found)
+
+    def pieces(self, spans: Sequence[Span], *, causal: bool, window: tuple[int, int]) -> Pieces:
+        """Return the packed call of spans, each of one document."""
+        keys = [keys_of(span, self._document(span), causal=causal, window=window) for span in spans]
+        return Pieces(
+            tuple(itertools.accumulate((end - start for start, end in spans), initial=0)),
+            tuple(itertools.accumulate((each.end - each.start for each in keys), initial=0)),
+            tuple((each.start, each.end) for each in keys),
+        )
+
+    def _document(self, span: Span) -> Span:
+        behind = bisect.bisect_right(self.starts, span[0])
+        return self.starts[behind - 1], self.starts[behind]
 
 
-def documents_in(span: Span, starts: Sequence[int]) -> list[Span]:
-    """Return the documents that have tokens in ``span``. None is empty."""
-    first = bisect.bisect_right(starts, span[0]) - 1
-    behind = bisect.bisect_left(starts, span[1])
-    return list(itertools.pairwise(starts[first : behind + 1]))
+def plan_straight(lengths: Sequence[int], ranks: int) -> PackedLayout:
+    """Give each rank one span of the batch. Raises ``InputError`` as ``plan_documents``."""
+    starts = _starts_of(lengths, ranks)
+    return PackedLayout(starts, straight_layout(starts[-1], ranks), ((),) * ranks)
 
 
-def plan_packed(lengths: Sequence[int], ranks: int, chunks: int) -> PackedLayout:
-    """Split a packed batch so that all ranks have as many tokens, and about as much causal work.
+def plan_documents(lengths: Sequence[int], ranks: int) -> PackedLayout:
+    """Give ranks whole documents, so that all have as many tokens and about as much causal work.
+
+    Long documents are split over several ranks, each with a chunk from the front and one from the back. So are those
+    that find no room, each rank with what it has room for.
 
     Args:
         lengths: of the documents, in tokens.
         ranks: among which they are split.
-        chunks: of each rank. 1: each rank has one span.
 
     Raises:
-        InputError: a length is no integer above 0, or the tokens cannot be split so.
+        InputError: a length is no integer above 0, or their sum is no multiple of ``ranks``.
     """
+    starts = _starts_of(lengths, ranks)
+    ordered = [_in_rounds(spans, starts) for spans in _place(_cut(starts, ranks), starts[-1], ranks)]
+    layout = Layout(starts[-1], tuple(spans for spans, _ in ordered))
+    return PackedLayout(starts, layout, tuple(rounds for _, rounds in ordered))
+
+
+def _cut(starts: Sequence[int], ranks: int) -> list[tuple[int, tuple[Span, ...]]]:
+    """Return documents and equal shares of long ones, with their work, those with the most first."""
+    documents = list(itertools.pairwise(starts))
+    largest = sum((end - start) ** 2 for start, end in documents) / ranks * _WHOLE
+    found = []
+    for start, end in documents:
+        work, most = (end - start) ** 2, min(ranks, (end - start) // 2)
+        parts = max(1, min(most, math.ceil(work / largest)))
+        found += [(work // parts, _zigzag((start, end), parts, part)) for part in range(parts)]
+    return sorted(found, key=lambda part: (-part[0], part[1]))
+
+
+def _place(parts: Sequence[tuple[int, tuple[Span, ...]]], tokens: int, ranks: int) -> list[list[Span]]:
+    """Give each part to the rank with the least work that has room, and cut what finds none; return spans by rank."""
+    room = [tokens // ranks] * ranks
+    held: list[list[Span]] = [[] for _ in range(ranks)]
+    heap = [(0, rank) for rank in range(ranks)]
+    homeless: list[Span] = []
+    for work, spans in parts:
+        size = sum(end - start for start, end in spans)
+        full = []
+        while heap and room[heap[0][1]] < size:
+            full.append(heapq.heappop(heap))
+        if heap:
+            load, rank = heap[0]
+            held[rank] += spans
+            room[rank] -= size
+            heapq.heapreplace(heap, (load + work, rank))
+        else:
+            homeless += spans
+        for entry in full:
+            heapq.heappush(heap, entry)
+    for first, end in homeless:
+        start = first
+        while start < end:
+            rank = max(range(ranks), key=lambda rank: (room[rank], -rank))
+            size = min(room[rank], end - start)
+            held[rank].append((start, start + size))
+            room[rank] -= size
+            start += size
+    return held
+
+
+def _in_rounds(held: Sequence[Span], starts: Sequence[int]) -> tuple[tuple[Span, ...], tuple[int, ...]]:
+    """Return the spans of a rank in the order of ``PackedLayout``, and how many are in each round."""
+    rounds: list[list[Span]] = [[]]
+    last, count = -1, 0  # where the document of the last part starts, and how many parts of it came
+    for span in _joined(held, starts):
+        behind = bisect.bisect_right(starts, span[0])
+        document = (starts[behind - 1], starts[behind])
+        count = count + 1 if document[0] == last else 1
+        last = document[0]
+        number = 0 if span == document else count
+        if number == len(rounds):
+            rounds.append([])
+        rounds[number].append(span)
+    return tuple(itertools.chain(*rounds)), tuple(map(len, rounds))
+
+
+def _joined(held: Sequence[Span], starts: Sequence[int]) -> list[Span]:
+    """Return spans in their order; parts of a document that touch are one."""
+    joined: list[Span] = []
+    for span in sorted(held):
+        if joined and joined[-1][1] == span[0] and starts[bisect.bisect_left(starts, span[0])] != span[0]:
+            joined[-1] = (joined[-1][0], span[1])
+        else:
+            joined.append(span)
+    return joined
+
+
+def _starts_of(lengths: Sequence[int], ranks: int) -> tuple[int, ...]:
+    """Return where documents start in a batch, and where the last one ends."""
     if not lengths or any(type(length) is not int or length < 1 for length in lengths):
         raise InputError(f"lengths must be integers above 0, one or more, got {list(lengths)[:8]}")
     starts = (0, *itertools.accumulate(lengths))
-    tokens, parts = starts[-1], ranks * chunks
-    if tokens % parts:
-        missing = -tokens % parts
+    if missing := -starts[-1] % ranks:
         raise InputError(
-            f"the tokens of all documents must be a multiple of {parts}, the number of chunks, got {tokens}",
-            hint=f"append a document of {missing} tokens of padding",
+            f"the tokens of all documents must be a multiple of {ranks}, the number of ranks, got {starts[-1]}",
+            hint=f"append a document of padding, to {starts[-1] + missing} tokens in all",
         )
-    if chunks == 1:
-        return PackedLayout(starts, straight_layout(tokens, ranks))
-    size = tokens // parts
-    work = [_causal_work((number * size, (number + 1) * size), starts) for number in range(parts)]
-    return PackedLayout(starts, balanced_layout(work, tokens, ranks))
-
-
-def _causal_work(span: Span, starts: Sequence[int]) -> int:
-    """Return about how many pairs of query and key a span has."""
-    total = 0
-    for start, end in documents_in(span, starts):
-        first, last = max(span[0], start) - start, min(span[1], end) - start
-        total += (last - first) * (last + first)
-    return total
+    return starts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from ..attention.inputs import Options
 from .calls import Call, on_device, packed_call
-from .layout import Layout, PackedLayout, Piece
+from .layout import Layout, PackedLayout, Pieces
 from .named import name
 
 Mask = tuple[bool, tuple[int, int]]  # causal, window
@@ -24,6 +25,17 @@ class Place(NamedTuple):
     members: tuple[int, ...]  # the ranks of the mesh, as the whole job numbers them
 
 
+class DocumentCalls(NamedTuple):
+    """The calls of a rank by ``"gather"``, and which tokens travel for them."""
+
+    whole: Call | None  # of the documents that this rank has alone: its first tokens
+    shared: Call | None  # of its parts of other documents: its last tokens
+    alone: int  # how many tokens ``whole`` has
+    sent: int  # tokens that each rank sends, some of them padding
+    keys: Tensor  # int32: of those that come, which tokens are the keys of ``shared``
+    rounds: tuple[int, ...]  # where keys of first parts start in ``keys``, those of second parts, ...; and the end
+
+
 class PackedPlan:
     """How a packed batch is split. ``ContextParallel.plan`` makes it once a batch, for all layers.
 
@@ -31,15 +43,15 @@ class PackedPlan:
     told is prepared by its first call, which copies then: not while a CUDA graph is captured.
     """
 
-    def __init__(self, packed: PackedLayout, place: Place, device: torch.device) -> None:
+    def __init__(self, packed: PackedLayout, strategy: str, place: Place, device: torch.device) -> None:
         """Copy where documents start. Use ``ContextParallel.plan``, which compares plans over ranks."""
-        self._packed, self.place = packed, place
+        self._packed, self.strategy, self.place = packed, strategy, place
         self.number = name(self)
         self.device = device
-        self.digest = hashlib.sha256(repr((packed.starts, packed.layout.chunks)).encode()).hexdigest()[:16]
+        self.digest = hashlib.sha256(repr((packed.starts, packed.layout.held)).encode()).hexdigest()[:16]
         self.cu_seqlens = on_device(packed.starts, device)  # [documents + 1] int32, of the whole batch
-        self._pieces: dict[Mask, list[tuple[Piece, dict[str, Tensor]]]] = {}
-        self._calls: dict[Options, tuple[Call, ...]] = {}
+        self._prepared: dict[Mask, DocumentCalls] = {}
+        self._calls: dict[Options, DocumentCalls] = {}
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -54,7 +66,7 @@ class PackedPlan:
     def prepare(self, masks: Sequence[Mask]) -> None:
         """Copy what calls of these masks take, by ``"gather"``."""
         for mask in masks:
-            self._pieces_of(mask)
+            self._prepare(mask)
 
     def whole_call(self, options: Options) -> Call:
         """Return the call of all tokens."""
@@ -62,21 +74,38 @@ class PackedPlan:
         starts = {"cu_seqlens_q": self.cu_seqlens, "cu_seqlens_k": self.cu_seqlens}
         return Call(options._replace(max_seqlens=(longest, longest)), starts=starts)
 
-    def calls(self, options: Options) -> tuple[Call, ...]:
+    def calls(self, options: Options) -> DocumentCalls:
         """Return the calls of this rank's own tokens."""
         if options not in self._calls:
-            pieces = self._pieces_of((options.causal, options.window))
-            self._calls[options] = tuple(packed_call(piece, starts, options) for piece, starts in pieces)
+            made = self._prepare((options.causal, options.window))
+            whole, shared = (call and call.with_options(options) for call in (made.whole, made.shared))
+            self._calls[options] = made._replace(whole=whole, shared=shared)
         return self._calls[options]
 
-    def _pieces_of(self, mask: Mask) -> list[tuple[Piece, dict[str, Tensor]]]:
-        if mask not in self._pieces:
-            pieces = self._packed.pieces(self.place.rank, causal=mask[0], window=mask[1])
-            self._pieces[mask] = [(piece, self._starts_of(piece)) for piece in pieces]
-        return self._pieces[mask]
+    def _prepare(self, mask: Mask) -> DocumentCalls:
+        if mask not in self._prepared:
+            packed, rank = self._packed, self.place.rank
+            alone, *rounds = packed.rounds[rank]
+            spans = packed.layout.held[rank]
+            options = Options(mask[0], window=mask[1])
+            both = spans[:alone], spans[alone:]
+            whole, shared = (packed.pieces(part, causal=mask[0], window=mask[1]) for part in both)
+            arrivals = [torch.arange(*place) for keys in shared.keys for place in packed.arrivals(keys)]
+            self._prepared[mask] = DocumentCalls(
+                self._call(whole, options),
+                self._call(shared, options),
+                whole.starts_q[-1],
+                packed.sent,
+                on_device(torch.cat(arrivals) if arrivals else (), self.device),
+                tuple(shared.starts_k[number] for number in itertools.accumulate(rounds, initial=0)),
+            )
+        return self._prepared[mask]
 
-    def _starts_of(self, piece: Piece) -> dict[str, Tensor]:
-        return {
-            "cu_seqlens_q": on_device(piece.starts_q, self.device),
-            "cu_seqlens_k": on_device(piece.starts_k, self.device),
+    def _call(self, pieces: Pieces, options: Options) -> Call | None:
+        if not pieces.keys:
+            return None
+        starts = {
+            "cu_seqlens_q": on_device(pieces.starts_q, self.device),
+            "cu_seqlens_k": on_device(pieces.starts_k, self.device),
         }
+        return packed_call(pieces, starts, options)

@@ -15,7 +15,7 @@ import torch
 
 from ...attention import reference
 from ...distributed import ContextParallel
-from ...distributed.layout import Layout, plan_packed, zigzag_layout
+from ...distributed.layout import Layout, plan_documents, zigzag_layout
 from ...errors import InputError
 from ...gpu.planning import Work
 from ...gpu.specs import GpuSpec
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 _TENSORS = ("q", "k", "v", "do")
 _SCORES_AT_ONCE = 1 << 28  # of a K/V head's queries, in the framework's eager run
-_CHUNKS = 8  # chunks of a rank of packed documents, as ``ContextParallel.plan`` has them by "gather"
 
 
 def _attention(strategy: str) -> Callable[..., Any]:
@@ -44,7 +43,7 @@ def _attention(strategy: str) -> Callable[..., Any]:
 
     @functools.lru_cache(maxsize=4)
     def context(mesh: DeviceMesh) -> ContextParallel:
-        return ContextParallel(mesh, strategy=strategy)
+        return ContextParallel(mesh, strategy=strategy, heads_kv=mesh.size())
 
     @functools.lru_cache(maxsize=64)
     def plan(mesh: DeviceMesh, lengths: tuple[int, ...]) -> Any:
@@ -72,17 +71,23 @@ def _attention(strategy: str) -> Callable[..., Any]:
     return entry
 
 
-context_parallel = _attention("heads")
+context_parallel: Any = _attention("auto")
+context_parallel.layout = "auto"
 context_parallel_gather: Any = _attention("gather")
 context_parallel_gather.layout = "chunks"
 
 
 def layout_of(problem: RankedProblem) -> Layout:
-    """Return which tokens a rank has by layout "chunks": one from the front and one from the back, or eight."""
+    """Return what a rank has by layout "chunks": one from front and back of a sequence, or documents."""
     lengths, ranks = problem.whole.lengths, problem.ranks
     if len(lengths) == 1:
         return zigzag_layout(lengths[0], ranks)
-    return plan_packed(lengths, ranks, _CHUNKS).layout
+    return plan_documents(lengths, ranks).layout
+
+
+def _is_straight(problem: RankedProblem, layout: str) -> bool:
+    """Return whether each rank has one span. With layout "auto" it does of one sequence, not of packed documents."""
+    return layout == "straight" or (layout == "auto" and len(problem.whole.lengths) == 1)
 
 
 class ContextParallelOperator(OperatorOverRanks):
@@ -105,8 +110,8 @@ class ContextParallelOperator(OperatorOverRanks):
     def make_problem(self, table: dict[str, Any]) -> RankedProblem:
         """Return the problem of a case."""
         ranks, gradients = self.check_ranks(table, {"heads_kv": table["heads_kv"]})
-        if sum(table["lengths"]) % (_CHUNKS * ranks):
-            raise InputError(f"lengths must sum up to a multiple of {_CHUNKS * ranks}, got {sum(table['lengths'])}")
+        if sum(table["lengths"]) % (2 * ranks):
+            raise InputError(f"lengths must sum up to a multiple of {2 * ranks}, got {sum(table['lengths'])}")
         whole = {**table, "lengths_k": table["lengths"], "head_dim_v": table["head_dim"]}
         return RankedProblem(BACKWARD.make_problem(whole), ranks, gradients)
 
@@ -160,10 +165,10 @@ class ContextParallelOperator(OperatorOverRanks):
         """Return a call on this rank's tokens, in the layout of the entry point."""
         if hasattr(entry, "bind_inputs"):
             return super().bind(entry, problem, inputs)
-        if self.layout(entry) == "chunks":
-            tensors = [inputs[f"{name}{CHUNKS}"] for name in _TENSORS]
-        else:
+        if _is_straight(problem, self.layout(entry)):
             tensors = narrowed(inputs, _TENSORS, problem.ranks)
+        else:
+            tensors = [inputs[f"{name}{CHUNKS}"] for name in _TENSORS]
         do = tensors.pop() if problem.gradients else None
         options = {"lengths": problem.whole.lengths, "causal": problem.whole.planned.causal}
         mesh = functools.partial(mesh_of, problem.ranks, tensors[0].device.type)
@@ -172,10 +177,10 @@ class ContextParallelOperator(OperatorOverRanks):
     def shard(self, problem: RankedProblem, layout: str, rank: int, output: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tokens of a rank."""
         del output
-        if layout == "straight":
+        if _is_straight(problem, layout):
             length = tensor.shape[0] // problem.ranks
             return tensor.narrow(0, rank * length, length)
-        return torch.cat([tensor[start:end] for start, end in layout_of(problem).spans(rank)])
+        return torch.cat([tensor[start:end] for start, end in layout_of(problem).held[rank]])
 
     def exact(self, problem: RankedProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
         """Return the whole answer in fp64."""
@@ -213,18 +218,34 @@ class ContextParallelOperator(OperatorOverRanks):
         """Return those of a rank by "heads". By "gather" it makes a call for each chunk: nothing is told."""
         return super().launches(subject, problem, gpu) if subject == "context_parallel" else ()
 
-    def passes(self, subject: str, problem: RankedProblem) -> Sequence[Pass]:  # noqa: ARG002 - kernels are the same
-        """Return what a rank runs by "heads": all tokens of some heads."""
+    def passes(self, subject: str, problem: RankedProblem) -> Sequence[Pass]:
+        """Return what ranks run: of one sequence all tokens of some heads; of packed documents what each rank has."""
         p, lengths = problem.whole.planned, list(problem.whole.lengths)
-        heads = {"heads": p.heads // problem.ranks, "heads_kv": p.heads_kv // problem.ranks}
-        table = {**heads, "head_dim": p.head_dim, "dtype": p.dtype, "causal": p.causal}
-        if len(lengths) == 1:
+        table = {"head_dim": p.head_dim, "dtype": p.dtype, "causal": p.causal}
+        if len(lengths) == 1 and subject == "context_parallel":
             base, name = (STEP, "attention_step") if problem.gradients else (FIXED, "flash_attention")
-            return [(base, name, base.parse_case({**table, "batch": 1, "seqlen_q": lengths[0]}))]
-        packed = {**table, "lengths": lengths}
-        forward = FORWARD, "flash_attention_varlen", FORWARD.parse_case(packed)
-        backward = BACKWARD, "flash_attention_varlen_backward", BACKWARD.parse_case(packed)
-        return [forward, backward] if problem.gradients else [forward]
+            heads = {"heads": p.heads // problem.ranks, "heads_kv": p.heads_kv // problem.ranks}
+            return [(base, name, base.parse_case({**table, **heads, "batch": 1, "seqlen_q": lengths[0]}))]
+        table |= {"heads": p.heads, "heads_kv": p.heads_kv}
+        found: list[Pass] = []
+        for queries, keys in _calls_of(problem):
+            packed = {**table, "lengths": queries, "lengths_k": keys}
+            found.append((FORWARD, "flash_attention_varlen", FORWARD.parse_case(packed)))
+            if problem.gradients:
+                found.append((BACKWARD, "flash_attention_varlen_backward", BACKWARD.parse_case(packed)))
+        return found
+
+
+def _calls_of(problem: RankedProblem) -> list[tuple[list[int], list[int]]]:
+    """Return the queries and keys of every packed call of all ranks."""
+    packed = plan_documents(problem.whole.lengths, problem.ranks)
+    found = []
+    for held, (alone, *_) in zip(packed.layout.held, packed.rounds, strict=True):
+        for spans in filter(None, (held[:alone], held[alone:])):
+            pieces = packed.pieces(spans, causal=problem.whole.planned.causal, window=(-1, -1))
+            queries, keys = ([end - start for start, end in each] for each in (spans, pieces.keys))
+            found.append((queries, keys))
+    return found
 
 
 def _plain(inputs: Inputs, *, gradients: bool = True) -> dict[str, torch.Tensor]:
