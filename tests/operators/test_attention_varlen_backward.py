@@ -137,6 +137,15 @@ def test_the_suite_is_what_its_seed_draws_and_holds_what_it_says():
         assert 2 * OPERATOR.work(case).bytes < 20e9
 
 
+@pytest.mark.exhaustive
+@pytest.mark.triton
+def test_the_suite_passes_gate_build_on_hopper():
+    pytest.importorskip("triton", reason="Triton exists for Linux only")
+    problems = [case.problem for case in load_suite("train-packed").cases]
+    for job in OPERATOR.compile_jobs("flash_attention_varlen_backward", problems, ["H100"]):
+        assert job.run().problems == (), job.label
+
+
 @pytest.mark.triton
 def test_hoppers_launches_follow_the_tokens():
     pytest.importorskip("triton", reason="Triton exists for Linux only")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .calls import Attended, Call, Gradients, Inputs
-from .exchange import start_gathering, sum_of_ranks
+from .exchange import start_all_to_all, start_gathering, sum_of_ranks
 from .plan import DocumentCalls
 
 Keys = tuple[Tensor, Tensor]  # K and V, [1, HK, keys, columns] each
@@ -25,45 +25,62 @@ class DocumentsRecipe:
     calls: DocumentCalls
 
     def forward(self, inputs: Inputs) -> Attended:
-        """Attend."""
-        found = [
-            call.attend({"q": inputs.q[:, :, rows], "k": k, "v": v, **inputs.heads._asdict()})
-            for call, rows, (k, v) in self._in_turn(inputs)
-        ]
+        """Attend: first whole documents, while keys travel."""
+        arrive = self._send(inputs)
+        found = []
+        if self.calls.whole:
+            found.append(self._attend(self.calls.whole, inputs, *self._of_whole(inputs)))
+        keys = arrive()
+        if self.calls.shared and keys:
+            found.append(self._attend(self.calls.shared, inputs, self._rows_of_parts, keys))
         return Attended(_join([o for o, _ in found]), _join([lse for _, lse in found]), [])
+
+    def _attend(self, call: Call, inputs: Inputs, rows: slice, keys: Keys) -> tuple[Tensor, Tensor]:
+        k, v = keys
+        return call.attend({"q": inputs.q[:, :, rows], "k": k, "v": v, **inputs.heads._asdict()})
 
     def backward(
         self, inputs: Inputs, found: Attended, do: Tensor | None, dlse: Tensor | None, *, sinks: bool
     ) -> Gradients:
-        """Return the gradients of the local tokens."""
+        """Return the gradients of the local tokens: first of parts, whose sums then travel."""
         given = {"q": inputs.q, "o": found.o, "lse": found.lse, "do": do, "dlse": dlse}
         wanted = ["q", "k", "v", *(["sinks"] if sinks else [])]
-        made = []
-        for call, rows, (k, v) in self._in_turn(inputs):
+
+        def gradients(call: Call, rows: slice, keys: Keys) -> dict[str, Tensor]:
+            k, v = keys
             own = {name: x[:, :, rows] for name, x in given.items() if x is not None}
-            made.append(call.gradients({**own, "k": k, "v": v, **inputs.heads.given()}, wanted))
-        dq = _join([each["q"] for each in made])
+            return call.gradients({**own, "k": k, "v": v, **inputs.heads.given()}, wanted)
+
+        keys = self._send(inputs)()
+        made = []
+        if self.calls.shared and keys:
+            made.append(gradients(self.calls.shared, self._rows_of_parts, keys))
+        arrive = self._send_sums(inputs, made[0] if made else None)
+        if self.calls.whole:
+            made.insert(0, gradients(self.calls.whole, *self._of_whole(inputs)))
         dsinks = torch.stack([each["sinks"] for each in made]).sum(0) if sinks else None
-        of_keys = [(each["k"], each["v"]) for each in made]
-        if self.calls.sent:
-            shared = of_keys.pop() if self.calls.shared else None
-            of_keys.append(self._sum(inputs, shared))
-        dk, dv = (_join(parts) for parts in zip(*of_keys, strict=True))
+        dq = _join([each["q"] for each in made])
+        of_keys = [(made[0]["k"], made[0]["v"])] if self.calls.whole else []
+        dk, dv = (_join(parts) for parts in zip(*of_keys, *arrive(), strict=True))
         return Gradients(dq, dk, dv, dsinks)
 
-    def _in_turn(self, inputs: Inputs) -> Iterator[tuple[Call, slice, Keys]]:
-        """Send the keys that others need; yield calls, their local rows and their keys, the last once they came."""
-        arrive = self._send(inputs) if self.calls.sent else None
-        alone = self.calls.alone
-        if self.calls.whole:
-            yield self.calls.whole, slice(alone), (inputs.k[:, :, :alone], inputs.v[:, :, :alone])
-        keys = arrive() if arrive else None  # also where this rank needs none: a collective ends on all ranks
-        if self.calls.shared and keys:
-            yield self.calls.shared, slice(alone, None), keys
+    @property
+    def _rows_of_parts(self) -> slice:
+        return slice(self.calls.alone, None)
 
-    def _send(self, inputs: Inputs) -> Callable[[], Keys]:
-        """Begin to send this rank's parts of documents. What is returned waits for the keys of ``shared``."""
-        local = torch.cat([x[:, :, self.calls.alone :].permute(2, 0, 1, 3) for x in (inputs.k, inputs.v)], 3)
+    def _of_whole(self, inputs: Inputs) -> tuple[slice, Keys]:
+        """Return the rows and the keys of whole documents."""
+        rows = slice(self.calls.alone)
+        return rows, (inputs.k[:, :, rows], inputs.v[:, :, rows])
+
+    def _send(self, inputs: Inputs) -> Callable[[], Keys | None]:
+        """Begin to send this rank's parts of documents. What is returned waits for the keys of ``shared``.
+
+        All ranks send and wait, also those that need no keys.
+        """
+        if not self.calls.sent:
+            return lambda: None
+        local = torch.cat([x[:, :, self._rows_of_parts].permute(2, 0, 1, 3) for x in (inputs.k, inputs.v)], 3)
         message = local.new_empty(self.calls.sent, *local.shape[1:])
         message[: len(local)] = local
         gathered, wait = start_gathering(message, self.group)
@@ -76,20 +93,30 @@ class DocumentsRecipe:
 
         return arrive
 
-    def _sum(self, inputs: Inputs, shared: Keys | None) -> Keys:
-        """Return the gradients of K and V of this rank's parts: the sum over ranks, in their order."""
+    def _send_sums(self, inputs: Inputs, made: Mapping[str, Tensor] | None) -> Callable[[], list[Keys]]:
+        """Begin to send what this rank adds to the gradients of keys.
+
+        What is returned waits, and gives the gradients of K and V of this rank's parts: sums in the order of ranks.
+        """
+        if not self.calls.sent:
+            return list
         ranks, (batch, heads, tokens, columns) = self.group.size(), inputs.k.shape
         sums = inputs.k.new_zeros(
             ranks * self.calls.sent, batch, heads, columns + inputs.v.shape[3], dtype=torch.float32
         )
-        if shared is not None:
-            found = torch.cat([x.permute(2, 0, 1, 3) for x in shared], 3)
+        if made is not None:
+            found = torch.cat([made[name].permute(2, 0, 1, 3) for name in "kv"], 3)
             # Two parts of a document have keys in common: the second parts of all documents are added after the first.
             for start, end in itertools.pairwise(self.calls.rounds):
                 sums.index_add_(0, self.calls.keys[start:end], found[start:end].float())
-        total = sum_of_ranks(torch.unflatten(sums, 0, (ranks, -1)), self.group)[: tokens - self.calls.alone]
-        total = total.to(inputs.k.dtype).permute(1, 2, 0, 3)
-        return total[..., :columns], total[..., columns:]
+        received, wait = start_all_to_all(torch.unflatten(sums, 0, (ranks, -1)), self.group)
+
+        def arrive() -> list[Keys]:
+            wait()
+            total = sum_of_ranks(received[:, : tokens - self.calls.alone]).to(inputs.k.dtype).permute(1, 2, 0, 3)
+            return [(total[..., :columns], total[..., columns:])]
+
+        return arrive
 
 
 def _join(parts: Sequence[Tensor]) -> Tensor:

@@ -5,6 +5,7 @@ Messages have tokens first, so what arrives lies in the order of tokens, and vie
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -28,10 +29,30 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 def all_to_all(message: Tensor, group: Group) -> Tensor:
     """Send ``message[r]`` to rank r; return what the ranks sent, by rank. ``[W, ...]`` contiguous."""
+    received, wait = start_all_to_all(message, group)
+    wait()
+    return received
+
+
+def start_all_to_all(message: Tensor, group: Group) -> tuple[Tensor, Callable[[], None]]:
+    """Begin to send ``message[r]`` to rank r: return what the ranks send, and what waits until it is there."""
     received = torch.empty(message.shape, dtype=message.dtype, device=message.device)
     with collective(group, "all-to-all"):
-        dist.all_to_all_single(received, message, group=group)
-    return received
+        work = dist.all_to_all_single(received, message, group=group, async_op=True)
+    return received, functools.partial(_wait, work, group, "all-to-all")
+
+
+def start_gathering(local: Tensor, group: Group) -> tuple[Tensor, Callable[[], None]]:
+    """Begin to gather ``[m, ...]`` of each rank: return ``[W * m, ...]`` by rank, and what waits until it is there."""
+    gathered = local.new_empty(group.size() * local.shape[0], *local.shape[1:])
+    with collective(group, "all-gather"):
+        work = _all_gather(gathered, local, group=group, async_op=True)
+    return gathered, functools.partial(_wait, work, group, "all-gather")
+
+
+def _wait(work: Any, group: Group, what: str) -> None:
+    with collective(group, what):
+        work.wait()
 
 
 def gather_tokens(local: Tensor, layout: Layout, group: Group) -> Tensor:
@@ -54,29 +75,15 @@ def reduce_tokens(partial: Tensor, layout: Layout, group: Group) -> Tensor:
         ``[n, ...]`` fp32.
     """
     owned = _take(partial, layout.of_ranks())
-    return sum_of_ranks(torch.unflatten(owned, 0, (layout.ranks, -1)).contiguous(), group)
+    return sum_of_ranks(all_to_all(torch.unflatten(owned, 0, (layout.ranks, -1)).contiguous(), group))
 
 
-def sum_of_ranks(message: Tensor, group: Group) -> Tensor:
-    """Send ``message[r]`` to rank r; return the fp32 sum of what the ranks sent, added in their order."""
-    received = all_to_all(message, group)
+def sum_of_ranks(received: Tensor) -> Tensor:
+    """Return the fp32 sum of what the ranks sent, ``[W, ...]``, added in their order."""
     total = received[0].float()
     for part in received[1:]:
         total = total + part
     return total
-
-
-def start_gathering(local: Tensor, group: Group) -> tuple[Tensor, Callable[[], None]]:
-    """Begin to gather ``[m, ...]`` of each rank: return ``[W * m, ...]`` by rank, and what waits until it is there."""
-    gathered = local.new_empty(group.size() * local.shape[0], *local.shape[1:])
-    with collective(group, "all-gather"):
-        work = _all_gather(gathered, local, group=group, async_op=True)
-
-    def wait() -> None:
-        with collective(group, "all-gather"):
-            work.wait()
-
-    return gathered, wait
 
 
 class GatherTokens(torch.autograd.Function):

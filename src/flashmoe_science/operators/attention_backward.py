@@ -35,7 +35,9 @@ _SPILL_BYTES = {
     "_backward_kv_kernel": 512, "_backward_q_kernel": 512, "_backward_192_sm90_kernel": 80, "_backward_sm90_kernel": 32,
     **FORWARD_SPILL_BYTES,
 }  # fmt: skip
-_WITHOUT_PRODUCTS = ("_finish_dq_kernel", "_merge_partials_kernel")
+_WITHOUT_PRODUCTS = (
+    "_clear_kernel", "_finish_dq_kernel", "_merge_partials_kernel", "_order_key_tiles_kernel", "_sinks_gradient_kernel",
+)  # fmt: skip
 
 backward_triton = functools.partial(flash_attention_backward, kernel="backward_triton")
 backward_gluon_sm90 = functools.partial(flash_attention_backward, kernel="backward_gluon_sm90")
