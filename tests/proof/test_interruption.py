@@ -60,7 +60,7 @@ def attend(q, k, v, *, causal, softmax_scale):
 BUSY = """
 from unittest import mock
 from pathlib import Path
-from flashmoe_science.proof.records.evidence import write_record
+from flashmoe_science.proof.records.documents import write_record
 from flashmoe_science.proof.gates import chain, prove, run
 from tests.proof import chain as help
 from tests.proof.fake_operator import Problem
