@@ -625,3 +625,25 @@ def test_gradients_of_keys_are_summed_over_chunks_of_queries(compiled):
     for expected, total, packed in zip((dk, dv), sums, packed_sums, strict=True):
         torch.testing.assert_close(total, expected, atol=0.05, rtol=0.05)
         torch.testing.assert_close(packed.transpose(0, 1)[None], total, atol=2e-2 * compiled, rtol=2e-2 * compiled)
+
+
+def test_gradients_without_autograd_are_those_of_autograd_with_every_feature():
+    """In batches and packed; sinks and a bias are constants there."""
+    q, k, v = leaves((1, 4, 9, 8), (1, 2, 11, 8), (1, 2, 11, 8))
+    more: dict[str, Any] = {**ALL, "sinks": torch.randn(4), "alibi": torch.rand(4), "bias": torch.randn(1, 4, 9, 11)}
+    o, lse = flash_attention(q, k, v, **more, return_lse=True)
+    do = torch.randn_like(o)
+    expected = torch.autograd.grad(o, (q, k, v), do)
+    saved = [x.detach() for x in (q, k, v, o, lse, do)]
+    for found, exact in zip(flash_attention_backward(*saved, **more), expected, strict=True):
+        torch.testing.assert_close(found, exact)
+    names = ("q", "k", "v", "o", "lse", "do")
+    given: dict[str, Any] = {
+        name: x[0] if name == "lse" else x[0].transpose(0, 1) for name, x in zip(names, saved, strict=True)
+    }
+    starts_q, starts_k = (torch.tensor([0, length], dtype=torch.int32) for length in (9, 11))
+    packed = flash_attention_varlen_backward(
+        **given, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, max_seqlen_q=9, max_seqlen_k=11, **more
+    )
+    for found, exact in zip(packed, expected, strict=True):
+        torch.testing.assert_close(found.transpose(0, 1)[None], exact)

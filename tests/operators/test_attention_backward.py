@@ -21,10 +21,15 @@ from flashmoe_science.proof.measure.correctness import WrongResultError, check_c
 from flashmoe_science.proof.subject.suites import load_suite
 
 TABLE = {"batch": 2, "heads": 4, "heads_kv": 2, "seqlen_q": 40, "seqlen_k": 56, "head_dim": 16, "dtype": "fp16"}
+FEATURES: list[dict[str, Any]] = [
+    {"causal": True, "softcap": 2.0, "sinks": "fp16"},
+    {"causal": True, "alibi": "fp32", "window": [20, -1]},
+    {"alibi": "bf16", "bias": "fp16"},
+]
 TABLES = [TABLE, {**TABLE, "causal": True, "head_dim_v": 24, "softmax_scale": 0.3}, {**TABLE, "dtype": "fp32"}]
 
 
-@pytest.mark.parametrize("table", TABLES, ids=["full", "causal", "fp32"])
+@pytest.mark.parametrize("table", [*TABLES, *({**TABLE, **more} for more in FEATURES)], ids=str)
 def test_an_honest_call_passes_and_each_gradient_is_judged(table):
     operator: Any = OPERATOR
     problem = OPERATOR.parse_case(table)
@@ -118,7 +123,56 @@ def test_the_suite_holds_what_it_says():
     assert speed_of_light._rows(long) == pytest.approx(long.flops / (2 * 8192**2), abs=64)
 
 
+def test_features_are_served_and_have_the_call_without_them_beside():
+    suite = load_suite("backward-features")
+    for case in suite.cases:
+        problem: Any = case.problem
+        assert problem.forward.features
+        assert OPERATOR.refusal("flash_attention_backward", problem, "H100") is None
+        assert BASELINES["without-features"].refusal(problem) is None
+        assert BASELINES["sdpa-cudnn"].refusal(problem) is not None
+    grouped: list[Any] = [case.problem for case in load_suite("grouped-backward").cases]
+    assert {case.forward.group for case in grouped} == {4, 5, 6, 7, 8, 16}
+    assert all(BASELINES["fa4"].refusal(case) is None for case in grouped)
+    assert BASELINES["without-features"].refusal(grouped[0]) == "the case has no features"
+
+
 # Baselines
+
+
+def flex_in_eager_code(q, k, v, *, score_mod, block_mask, scale, enable_gqa):
+    """Attend as FlexAttention means it, whose own gradients are for GPUs."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v)) if enable_gqa else (k, v)
+    places = [torch.arange(size).view(-1, *[1] * (3 - axis)) for axis, size in enumerate((*q.shape[:3], k.shape[2]))]
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = score_mod(scores, *places) if score_mod else scores
+    return torch.softmax(scores.masked_fill(~block_mask(*places), -math.inf) if block_mask else scores, -1) @ v
+
+
+@pytest.mark.parametrize("more", FEATURES, ids=str)
+def test_flex_is_asked_for_the_features_that_it_serves(more, monkeypatch):
+    """Against fp64; a sink is none of a score."""
+    problem = OPERATOR.parse_case({**TABLE, "dtype": "fp32", **more, **({"sinks": ""} if "sinks" in more else {})})
+    inputs = OPERATOR.make_inputs(problem, seed=3, device="cpu")
+    module = SimpleNamespace(create_block_mask=lambda mask, *_sizes, device: mask)
+    compiler = "flashmoe_science.operators.baselines.attention_backward.compile_flex"
+    monkeypatch.setattr(compiler, lambda: (module, flex_in_eager_code))
+    flex: Any = BASELINES["flex"]
+    assert flex.refusal(problem) is None
+    assert flex.refusal(OPERATOR.parse_case({**TABLE, "sinks": "fp16"})) == "it is not called with attention sinks"
+    call = OPERATOR.bind(flex.load(), problem, inputs)
+    for found, exact in zip(call(), OPERATOR.exact(problem, inputs), strict=True):
+        torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("more", FEATURES, ids=str)
+def test_the_call_without_features_has_none(more):
+    problem = OPERATOR.parse_case({**TABLE, **more})
+    inputs = OPERATOR.make_inputs(problem, seed=3, device="cpu")
+    plain = OPERATOR.parse_case({**TABLE, "causal": more.get("causal", False)})
+    found = OPERATOR.bind(BASELINES["without-features"].load(), problem, inputs)()
+    for mine, exact in zip(found, OPERATOR.exact(plain, inputs), strict=True):
+        torch.testing.assert_close(mine.double(), exact, rtol=1e-2, atol=1e-2)
 
 
 def test_the_backward_of_sdpa_is_its_node_alone():

@@ -30,10 +30,10 @@ def described(operator, problem):
         }, **options)  # fmt: skip
         return replace(called, shared_kv=problem.shared_kv)  # without memory nothing is shared
     p, tensors = problem.forward, draw(problem, seed=0, device="cpu")
-    asked = {"causal": p.causal, "softmax_scale": p.softmax_scale, "window": p.window}
+    asked = attention.options_of(p, tensors)
     forward = problem_of(*(tensors[name] for name in "qkv"), return_lse=True, **asked)
     left = {"o": allocate_output(forward, tensors["q"]), "lse": allocate_lse(forward, tensors["q"])}
-    options = Options(p.causal, check_options(p.causal, p.softmax_scale), check_window(p.window))
+    options = Options(p.causal, check_options(p.causal, p.softmax_scale), check_window(p.window), p.softcap)
     return backward_problem_of(options, tensors | left, ["q", "k", "v"])
 
 

@@ -95,6 +95,30 @@ def options_of(problem: AttentionProblem, inputs: Inputs) -> dict[str, Any]:
     return options
 
 
+def draw_extras(problem: AttentionProblem, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Return sinks, bias and slopes (2**-8 to 1), those that a problem has."""
+    p, found = problem, {}
+    shapes: dict[str, tuple[int, ...]] = {
+        "sinks": (p.heads,), "alibi": (p.heads,), "bias": (1, p.heads, p.seqlen_q, p.seqlen_k),
+    }  # fmt: skip
+    for name in p.extras:
+        values = torch.randn(shapes[name], generator=generator, device=generator.device, dtype=torch.float32)
+        if name == "alibi":
+            values = torch.exp2(-8 * torch.special.ndtr(values))
+        found[name] = values.to(DTYPES[getattr(p, name)])
+    return found
+
+
+def complete_table(table: dict[str, Any]) -> AttentionProblem:
+    """Return the problem of a case."""
+    if "window" in table:
+        table["window"] = check_window(table["window"])
+    if table.get("bias"):  # one for all sequences
+        of_head = table["seqlen_q"] * table["seqlen_k"] if table["heads"] > 1 else 0
+        table["bias_strides"] = (0, of_head, table["seqlen_k"], 1)
+    return canonical(AttentionProblem(**table))
+
+
 class AttentionOperator(KernelOperator):
     """Attention, for the harness."""
 
@@ -126,12 +150,7 @@ class AttentionOperator(KernelOperator):
 
     def make_problem(self, table: dict[str, Any]) -> AttentionProblem:
         """Return the problem of a case."""
-        if "window" in table:
-            table["window"] = check_window(table["window"])
-        if table.get("bias"):  # one for all sequences
-            of_head = table["seqlen_q"] * table["seqlen_k"] if table["heads"] > 1 else 0
-            table["bias_strides"] = (0, of_head, table["seqlen_k"], 1)
-        return canonical(AttentionProblem(**table))
+        return complete_table(table)
 
     def work(self, problem: AttentionProblem) -> Work:
         """Count 4 D (2 for QK, 2 for PV) operations a visible score, and every input and output once."""
@@ -143,17 +162,9 @@ class AttentionOperator(KernelOperator):
 
     def make_inputs(self, problem: AttentionProblem, *, seed: int, device: str) -> dict[str, torch.Tensor]:
         """Return standard normal q, k and v, and, where the problem has them, sinks, bias and slopes (2**-8 to 1)."""
-        p, generator = problem, torch.Generator(device=device).manual_seed(seed)
-        inputs = standard_normal(shapes_of(p), DTYPES[p.dtype], generator)
-        more: dict[str, tuple[int, ...]] = {
-            "sinks": (p.heads,), "alibi": (p.heads,), "bias": (1, p.heads, p.seqlen_q, p.seqlen_k),
-        }  # fmt: skip
-        for name in p.extras:
-            values = torch.randn(more[name], generator=generator, device=device, dtype=torch.float32)
-            if name == "alibi":
-                values = torch.exp2(-8 * torch.special.ndtr(values))
-            inputs[name] = values.to(DTYPES[getattr(p, name)])
-        return inputs
+        generator = torch.Generator(device=device).manual_seed(seed)
+        inputs = standard_normal(shapes_of(problem), DTYPES[problem.dtype], generator)
+        return {**inputs, **draw_extras(problem, generator)}
 
     def arguments(self, problem: AttentionProblem, inputs: Inputs) -> tuple[list[torch.Tensor], dict[str, Any]]:
         """Return q, k and v, and the options of ``flash_attention``."""

@@ -17,10 +17,17 @@ from ..attention import reference
 from ..attention.backward.api import flash_attention_backward
 from ..attention.backward.plan import BackwardConfig, plan_backward
 from ..attention.backward.problem import BackwardProblem
-from ..attention.inputs import check_window
-from ..attention.problem import AttentionProblem, canonical_strides, dense_strides
+from ..attention.problem import ITEM_BYTES, AttentionProblem, canonical_strides, dense_strides
 from ..gpu.planning import Work
-from .attention import SPILL_BYTES as FORWARD_SPILL_BYTES, canonical, change_batched, shapes_of, smaller_sizes
+from .attention import (
+    SPILL_BYTES as FORWARD_SPILL_BYTES,
+    change_batched,
+    complete_table,
+    draw_extras,
+    options_of,
+    shapes_of,
+    smaller_sizes,
+)
 from .attention_scale import backward_scale
 from .base import DTYPES, KernelOperator, standard_normal
 from .baselines.attention_backward import BASELINES
@@ -50,10 +57,10 @@ def step_options(problem: BackwardProblem) -> dict[str, Any]:
 
 
 def draw(problem: BackwardProblem, *, seed: int, device: str) -> dict[str, torch.Tensor]:
-    """Return standard normal q, k, v and do."""
-    p = problem.forward
+    """Return standard normal q, k, v and do, and what else the forward has."""
+    p, generator = problem.forward, torch.Generator(device=device).manual_seed(seed)
     shapes = {**shapes_of(p), "do": (p.batch, p.heads, p.seqlen_q, p.head_dim_v)}
-    return standard_normal(shapes, DTYPES[p.dtype], torch.Generator(device=device).manual_seed(seed))
+    return {**standard_normal(shapes, DTYPES[p.dtype], generator), **draw_extras(p, generator)}
 
 
 class BackwardOperator(KernelOperator):
@@ -64,7 +71,9 @@ class BackwardOperator(KernelOperator):
     keys = {
         "batch": int, "heads": int, "heads_kv": int, "seqlen_q": int, "seqlen_k": int, "head_dim": int,
         "head_dim_v": int, "dtype": str, "causal": bool, "softmax_scale": float,
+        "window": list, "softcap": float, "sinks": str, "alibi": str, "bias": str,
     }  # fmt: skip
+    omitted = {"softmax_scale": None, "window": (-1, -1), "softcap": 0.0, "sinks": "", "alibi": "", "bias": ""}
     required = ("batch", "heads", "seqlen_q", "head_dim", "dtype")
     same_as = {"heads_kv": "heads", "seqlen_k": "seqlen_q", "head_dim_v": "head_dim"}
     kernels = {
@@ -87,9 +96,7 @@ class BackwardOperator(KernelOperator):
 
     def make_problem(self, table: dict[str, Any]) -> BackwardProblem:
         """Return the problem of a case."""
-        if "window" in table:
-            table["window"] = check_window(table["window"])
-        p = canonical(AttentionProblem(**table, return_lse=True))
+        p = complete_table({**table, "return_lse": True})
         o = (p.batch, p.heads, p.seqlen_q, p.head_dim_v)
         strides = canonical_strides(o, dense_strides(*o))
         return BackwardProblem(p, strides, strides)
@@ -104,7 +111,8 @@ class BackwardOperator(KernelOperator):
         columns = p.head_dim + p.head_dim_v
         queries = p.rows * (2 * p.head_dim + 2 * p.head_dim_v)  # q and dq, o and do
         keys = 2 * p.batch * p.heads_kv * p.seqlen_k * columns
-        return Work(problem.flops, float((queries + keys) * p.item_bytes + 4 * p.rows), p.batch * p.seqlen_q)
+        bias = p.heads * p.seqlen_q * p.seqlen_k * ITEM_BYTES[p.bias] if p.bias else 0
+        return Work(problem.flops, float((queries + keys) * p.item_bytes + 4 * p.rows + bias), p.batch * p.seqlen_q)
 
     def make_inputs(self, problem: BackwardProblem, *, seed: int, device: str) -> dict[str, torch.Tensor]:
         """Return standard normal q, k, v and do, and o and LSE of the reference in fp32, o rounded."""
@@ -122,21 +130,17 @@ class BackwardOperator(KernelOperator):
     def completed(self, problem: BackwardProblem, drawn: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return what is drawn, with o and the LSE of the forward pass."""
         q, k, v, do = (drawn[name] for name in _INPUTS)
-        p = problem.forward
-        o, lse = reference.attention(q, k, v, causal=p.causal, softmax_scale=p.softmax_scale, dtype=torch.float32)
+        o, lse = reference.attention(q, k, v, **options_of(problem.forward, drawn), dtype=torch.float32)
         return {**drawn, "o": o.to(do.dtype), "lse": lse}
 
     def arguments(self, problem: BackwardProblem, inputs: Inputs) -> tuple[list[torch.Tensor], dict[str, Any]]:
         """Return what a call is given; a baseline runs its forward before."""
-        p = problem.forward
-        return [inputs[x] for x in ("q", "k", "v", "o", "lse", "do")], {
-            "causal": p.causal, "softmax_scale": p.softmax_scale,
-        }  # fmt: skip
+        return [inputs[x] for x in ("q", "k", "v", "o", "lse", "do")], options_of(problem.forward, inputs)
 
     def exact(self, problem: BackwardProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
         """Return the gradients in fp64, of q, k, v and do alone: o and the LSE are computed anew."""
         tensors = (inputs[name] for name in _INPUTS)
-        found = reference.attention_backward(*tensors, **step_options(problem), dtype=torch.float64)
+        found = reference.attention_backward(*tensors, **options_of(problem.forward, inputs), dtype=torch.float64)
         return tuple(found[name] for name in ("q", "k", "v"))
 
     def low_precision(self, problem: BackwardProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
@@ -152,9 +156,12 @@ class BackwardOperator(KernelOperator):
         found = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (do, q, k, v)]
         for b, h in itertools.product(range(p.batch), range(0, p.heads_kv, at_once)):
             one, mine, its = slice(b, b + 1), slice(h * p.group, (h + at_once) * p.group), slice(h, h + at_once)
+            options = options_of(p, inputs)
+            options |= {name: options[name][mine] for name in ("sinks", "alibi") if name in options}
+            options |= {"bias": options["bias"][:, mine]} if p.bias else {}
             with torch.enable_grad():
                 leaves = [x[one, heads].detach().requires_grad_() for x, heads in ((q, mine), (k, its), (v, its))]
-                o = reference.attention_low_precision(*leaves, **step_options(problem))
+                o = reference.attention_low_precision(*leaves, **options)
                 grads = torch.autograd.grad(o, leaves, do[one, mine])
             for whole, part, heads in zip(found, (o.detach(), *grads), (mine, mine, its, its), strict=True):
                 whole[one, heads] = part
@@ -162,7 +169,7 @@ class BackwardOperator(KernelOperator):
 
     def error_scale(self, problem: BackwardProblem, inputs: Inputs) -> tuple[Scale, ...]:
         """Return what is allowed in each element of dq, dk and dv."""
-        return backward_scale(*(inputs[name] for name in _INPUTS), **step_options(problem))
+        return backward_scale(*(inputs[name] for name in _INPUTS), **options_of(problem.forward, inputs))
 
     def instruction(self, plan: Any, kernel: str) -> str:
         """Return the machine instruction that a kernel of 16-bit operands promises, as a pattern, or an empty text."""

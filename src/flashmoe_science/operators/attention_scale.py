@@ -36,6 +36,7 @@ class _Rows:
     k: Tensor  # [N, 1, S, D]
     v: Tensor  # [N, 1, S, DV]
     p: Estimate  # [N, G, M, S]
+    slope: Tensor | None  # [N, G, M, S]: the derivative of the softcap
 
 
 def _chunks(
@@ -90,7 +91,8 @@ def _chunks(
         )
         # Scores that are rounded change the sum as well.
         estimate.bound += low.u * p * (p * size).sum(-1, keepdim=True) + WIDE * math.sqrt(head_dim) * p * lengths
-        yield _Rows(b, mine, its, chunk, some_q, some_k, some_v, estimate)
+        slope = None if capped is None else 1 - capped.square()
+        yield _Rows(b, mine, its, chunk, some_q, some_k, some_v, estimate, slope)
 
 
 @without_autocast
@@ -136,6 +138,8 @@ def backward_scale(
             2 * p.value * lengths,
             low.u * ds.value.abs() + seen * low.tiny,
         )
+        if rows.slope is not None:
+            ds = ds.times(rows.slope).with_error(2 * low.u * (1 - rows.slope) * ds.value.abs())  # tanh is rounded
         sums["dq"].add(rows.sequence, rows.heads, rows.rows, _dq(ds, p, delta_bound, delta_variance, rows.k, scale))
         # Each row has one error of delta, so it is independent in the sums over rows.
         by_keys = replace(

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from ..gpu.identity import PlannedSource
 
 
+_NOT_SERVED = ("softcap", "sinks", "alibi", "bias")
+
+
 def attention_step(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -69,7 +72,7 @@ class StepOperator(BackwardOperator):
 
     name = "attention_train"
     fresh = ("q", "k", "v", "do")
-    keys = {**BackwardOperator.keys, "window": list}
+    keys = {name: kind for name, kind in BackwardOperator.keys.items() if name not in _NOT_SERVED}
     omitted = {"softmax_scale": None, "window": (-1, -1)}
     kernels = {"attention_step": "auto"}
     public_module = ""

@@ -31,12 +31,16 @@ def flash_attention_backward(
     causal: bool = False,
     softmax_scale: float | None = None,
     window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
+    bias: Tensor | None = None,
     accumulate_into: tuple[Tensor, Tensor] | None = None,
     kernel: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, from what the forward returned and the gradients of that.
 
-    For callers that keep o and the LSE without autograd. Softcap, sinks, ALiBi, bias and dropout are not served.
+    For callers that keep o and the LSE without autograd. Dropout is not served, and sinks and bias have no gradients.
 
     Args:
         q: ``[B, H, Sq, D]``, as ``flash_attention`` takes it; so k, v, causal, softmax_scale and window.
@@ -49,6 +53,10 @@ def flash_attention_backward(
         causal: row m sees keys up to m + Sk - Sq.
         softmax_scale: default ``D ** -0.5``.
         window: (left, right), -1 for no bound.
+        softcap: 0 for none.
+        sinks: ``[H]``.
+        alibi: ``[H]`` or ``[B, H]``.
+        bias: ``[B or 1, H or 1, Sq, Sk]``.
         accumulate_into: fp32 tensors ``[B, HK, Sk, D]`` and ``[B, HK, Sk, DV]`` with contiguous rows.
             The gradients of k and v are added to them in place, and they are returned as dk and dv.
         kernel: ``"auto"``, or one name to force (``explain_gradients`` lists them); a forced kernel never falls back.
@@ -67,16 +75,17 @@ def flash_attention_backward(
     refuse_context_parallel()
     for name, tensor in given.items():
         check_tensor(name, tensor)
-    if dlse is not None:
-        check_tensor("dlse", dlse, optional=True)
-        given["dlse"] = dlse
+    for name, tensor in {"dlse": dlse, "sinks": sinks, "alibi": alibi, "bias": bias}.items():
+        if tensor is not None:
+            check_tensor(name, tensor, optional=True)
+            given[name] = tensor
     check_tensors(given, "B, H, S, D")
     check_saved(given)
     sums = {} if accumulate_into is None else named_sums(accumulate_into, given)
     refuse_tangents(given.values())
     check_not_mapped(given.values())
     check_backward_kernel_name(kernel)
-    options = check_all_options(Options(causal, softmax_scale, window, kernel=kernel))
+    options = check_all_options(Options(causal, softmax_scale, window, softcap, kernel=kernel))
     if is_traced(given.values()):
         check_not_mixed(given)
     found = gradients_of(options, {**given, **sums}, ["q", "k", "v"])

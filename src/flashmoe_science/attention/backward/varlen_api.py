@@ -32,12 +32,16 @@ def flash_attention_varlen_backward(
     causal: bool = False,
     softmax_scale: float | None = None,
     window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
+    bias: Tensor | None = None,
     accumulate_into: tuple[Tensor, Tensor] | None = None,
     kernel: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v of packed sequences, from what the forward returned and the gradients of that.
 
-    For callers that keep o and the LSE without autograd. Softcap, sinks, ALiBi, bias and dropout are not served.
+    For callers that keep o and the LSE without autograd. Dropout is not served, and sinks and bias have no gradients.
 
     Args:
         q: ``[Tq, H, D]``, as ``flash_attention_varlen`` takes it; so the other inputs and options.
@@ -54,6 +58,10 @@ def flash_attention_varlen_backward(
         causal: row m of a sequence sees keys up to m + Sk - Sq.
         softmax_scale: default ``D ** -0.5``.
         window: (left, right), -1 for no bound.
+        softcap: 0 for none.
+        sinks: ``[H]``.
+        alibi: ``[H]`` or ``[B, H]``.
+        bias: ``[B or 1, H or 1, max_seqlen_q, max_seqlen_k]``.
         accumulate_into: fp32 tensors ``[Tk, HK, D]`` and ``[Tk, HK, DV]`` with contiguous rows.
             The gradients of k and v are added to them in place, and they are returned as dk and dv.
         kernel: ``"auto"``, or one name to force (``explain_gradients`` lists them); a forced kernel never falls back.
@@ -74,17 +82,18 @@ def flash_attention_varlen_backward(
     refuse_context_parallel()
     for name, tensor in given.items():
         check_tensor(name, tensor)
-    if dlse is not None:
-        check_tensor("dlse", dlse, optional=True)
-        given["dlse"] = dlse
+    for name, tensor in {"dlse": dlse, "sinks": sinks, "alibi": alibi, "bias": bias}.items():
+        if tensor is not None:
+            check_tensor(name, tensor, optional=True)
+            given[name] = tensor
     check_backward_kernel_name(kernel)
     lengths = (max_seqlen_q, max_seqlen_k)
-    options = check_all_options(Options(causal, softmax_scale, window, 0.0, lengths, kernel))
+    options = check_all_options(Options(causal, softmax_scale, window, softcap, lengths, kernel))
     check_not_mapped(given.values())
     traced = is_traced(given.values())
     if traced:
         check_before_operator(given, "q")
-    check_attended_packed(given, planned_lengths(*lengths, None))
+    check_attended_packed(given, planned_lengths(*lengths, bias))
     check_saved(given)
     sums = {} if accumulate_into is None else named_sums(accumulate_into, given)
     refuse_tangents(given.values())

@@ -15,12 +15,22 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
 from torch.nn.attention import SDPBackend
 
+from ... import __version__
+from ...attention.api import flash_attention
+from ...attention.backward.api import flash_attention_backward
 from ...attention.backward.problem import BackwardProblem
+from ...attention.problem import AttentionProblem
 from ...errors import InputError
 from .attention import MatrixProduct, sequence_major
-from .base import ONLY_16_BIT, TOP_LEFT, Baseline, Bound, Call, Inputs, SdpaBaseline, by_name
+from .base import ONLY_16_BIT, TOP_LEFT, Baseline, Bound, Call, Inputs, SdpaBaseline, by_name, compile_flex
 
 _INPUTS = ("q", "k", "v", "do")
+
+
+def _lacking(problem: BackwardProblem, served: Sequence[str] = ()) -> str | None:
+    """Return why a baseline that is called with some features alone cannot serve ``problem``, or None."""
+    lacking = [feature for feature in problem.forward.features if feature not in served]
+    return f"it is not called with {', '.join(lacking)}" if lacking else None
 
 
 class Sdpa(SdpaBaseline):
@@ -61,6 +71,8 @@ class Sdpa(SdpaBaseline):
     def refusal(self, problem: BackwardProblem) -> str | None:
         """SDPA aligns its causal mask top-left; fused backends serve 16-bit types."""
         p = problem.forward
+        if found := _lacking(problem):
+            return found
         if p.causal and p.seqlen_q != p.seqlen_k:
             return TOP_LEFT
         return ONLY_16_BIT if p.dtype == "fp32" else None
@@ -84,6 +96,93 @@ class SdpaStep(Sdpa):
         return "it has no sliding window" if problem.forward.window != (-1, -1) else super().refusal(problem)
 
 
+class Flex(Baseline):
+    """The backward of FlexAttention, compiled: the features that a function of a score has."""
+
+    name = "flex"
+    kernels = ("*flex_attention*",)
+    features = ("a sliding window", "a softcap", "ALiBi", "a bias")
+
+    def load(self) -> Callable[..., Any]:
+        """Return it with a block mask, and with a function of the scores, where a problem asks for them."""
+        flex, compiled = compile_flex()
+
+        def bind(problem: BackwardProblem, inputs: Inputs) -> Call:
+            p = problem.forward
+            mask = None
+            if p.causal or p.window != (-1, -1):
+                mask = flex.create_block_mask(
+                    _mask_of(p), None, None, p.seqlen_q, p.seqlen_k, device=inputs["q"].device
+                )
+            leaves = [inputs[name].clone().requires_grad_() for name in ("q", "k", "v")]
+            with torch.enable_grad():
+                o = compiled(
+                    *leaves, score_mod=_score_of(p, inputs), block_mask=mask, scale=p.softmax_scale,
+                    enable_gqa=p.group > 1,
+                )  # fmt: skip
+            do = inputs["do"].clone(memory_format=torch.preserve_format)
+            return lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)
+
+        return Bound(bind)
+
+    def refusal(self, problem: BackwardProblem) -> str | None:
+        """The function of a score knows no sink."""
+        return _lacking(problem, self.features) or super().refusal(problem)
+
+
+def _mask_of(p: AttentionProblem) -> Callable[..., Any]:
+    """Return which keys a row sees, as FlexAttention asks for it."""
+    shift, (left, right) = p.seqlen_k - p.seqlen_q, p.window
+    left, right = (size if size >= 0 else p.seqlen_q + p.seqlen_k for size in (left, 0 if p.causal else right))
+    return lambda _b, _h, row, key: (key <= row + shift + right) & (key >= row + shift - left)
+
+
+def _score_of(p: AttentionProblem, inputs: Inputs) -> Callable[..., Any] | None:
+    """Return what features make of a score, as FlexAttention asks for it."""
+    bias, softcap, shift = inputs.get("bias"), p.softcap, p.seqlen_k - p.seqlen_q
+    slopes = inputs["alibi"].float() if p.alibi else None  # a distance times a number of 16 bits would be rounded
+    if not softcap and slopes is None and bias is None:
+        return None
+
+    def score(x: torch.Tensor, _b: Any, h: Any, row: Any, key: Any) -> torch.Tensor:
+        if softcap:
+            x = softcap * torch.tanh(x / softcap)
+        if slopes is not None:
+            x = x - slopes[h] * (row + shift - key).abs()
+        if bias is not None:
+            x = x + bias[0, h, row, key]
+        return x
+
+    return score
+
+
+class WithoutFeatures(Baseline):
+    """``flash_attention_backward`` of the same sizes and the same causal mask: what the features cost."""
+
+    name = "without-features"
+    speed_of_light = True
+
+    def load(self) -> Callable[..., Any]:
+        """Return our gradients, after our forward."""
+        return Bound(self._bind)
+
+    @staticmethod
+    def _bind(problem: BackwardProblem, inputs: Inputs) -> Call:
+        options: dict[str, Any] = {"causal": problem.forward.causal, "softmax_scale": problem.forward.softmax_scale}
+        q, k, v, do = (inputs[name] for name in _INPUTS)
+        attend: Callable[..., Any] = flash_attention
+        o, lse = attend(q, k, v, return_lse=True, **options)
+        return functools.partial(flash_attention_backward, q, k, v, o, lse, do, **options)
+
+    def version(self) -> str:
+        """Return our own version: the package may run from its sources."""
+        return f"flashmoe_science {__version__}"
+
+    def refusal(self, problem: BackwardProblem) -> str | None:
+        """There is nothing to leave out of a plain case."""
+        return None if problem.forward.features else "the case has no features"
+
+
 class FlashAttention4(Baseline):
     """FlashAttention-4's backward, in its own layout ``[B, S, H, D]``."""
 
@@ -105,12 +204,19 @@ class FlashAttention4(Baseline):
     def _bind(self, forward: Any, backward: Any, problem: BackwardProblem, inputs: Inputs) -> Call:
         p = problem.forward
         q, k, v, do = sequence_major(inputs, _INPUTS)
-        o, lse, *_ = forward(q, k, v, softmax_scale=p.softmax_scale, causal=p.causal, return_lse=True)
-        call = functools.partial(
-            backward, q, k, v, o, do, lse, softmax_scale=p.softmax_scale, causal=p.causal,
-            deterministic=self.deterministic,
-        )  # fmt: skip
+        options = self._options(p)
+        o, lse, *_ = forward(q, k, v, return_lse=True, **options)
+        call = functools.partial(backward, q, k, v, o, do, lse, deterministic=self.deterministic, **options)
         return lambda: tuple(gradient.transpose(1, 2) for gradient in call()[:3])
+
+    @staticmethod
+    def _options(p: AttentionProblem) -> dict[str, Any]:
+        """Return the options of both passes; those of features are given where they are asked for."""
+        left, right = (None if size < 0 else size for size in p.window)
+        options: dict[str, Any] = {"softmax_scale": p.softmax_scale, "causal": p.causal}
+        if p.window != (-1, -1):
+            options |= {"window_size_left": left, "window_size_right": right}
+        return {**options, "softcap": p.softcap} if p.softcap else options
 
     def version(self) -> str:
         """Return the package's version, and whether it was asked for the same bits in every run."""
@@ -118,6 +224,8 @@ class FlashAttention4(Baseline):
 
     def refusal(self, problem: BackwardProblem) -> str | None:
         """The package serves 16-bit types."""
+        if found := _lacking(problem, ("a sliding window", "a softcap")):
+            return found
         return ONLY_16_BIT if problem.forward.dtype == "fp32" else None
 
 
@@ -127,13 +235,8 @@ class FlashAttention4Step(FlashAttention4):
     kernels = ("*FlashAttentionForwardSm*", "*FlashAttentionBackwardSm*")
 
     def _bind(self, forward: Any, backward: Any, problem: BackwardProblem, inputs: Inputs) -> Call:
-        p = problem.forward
         q, k, v, do = sequence_major(inputs, _INPUTS)
-        left, right = (None if size < 0 else size for size in p.window)
-        options: dict[str, Any] = {
-            "softmax_scale": p.softmax_scale, "causal": p.causal,
-            "window_size_left": left, "window_size_right": right,
-        }  # fmt: skip
+        options = self._options(problem.forward)
         attend = functools.partial(forward, q, k, v, return_lse=True, **options)
         differentiate = functools.partial(backward, deterministic=self.deterministic, **options)
 
@@ -169,7 +272,9 @@ BASELINES = by_name(
     Sdpa(*_FLASH, _FLASH_KERNELS[1:]),
     FlashAttention4("fa4", deterministic=False),
     FlashAttention4("fa4-deterministic", deterministic=True),
+    Flex(),
     BackwardMatrixProduct(),
+    WithoutFeatures(),
 )
 STEP_BASELINES = by_name(
     SdpaStep(*_CUDNN),
