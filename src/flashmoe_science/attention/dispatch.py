@@ -99,7 +99,8 @@ class Operator:
         return Options(
             given.get("causal", False), given["softmax_scale"],
             (given.get("window_left", -1), given.get("window_right", -1)), given["softcap"], longest, given["kernel"],
-            given.get("dropout_p", 0.0), (given.get("mask_batch", 0), given.get("mask_heads", 0)), given["return_lse"],
+            given.get("dropout_p", 0.0), (given.get("mask_batch", 0), given.get("mask_heads", 0)),
+            given.get("num_splits", 0), given.get("batch_invariant", False), given["return_lse"],
         )  # fmt: skip
 
     def _serve(self, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -147,7 +148,8 @@ _attention_varlen = Operator(
 # A separate operator: one with gradients saves its inputs by name, and torch leaves out those that have a default.
 _attention_varlen_paged = Operator(
     "attention_varlen_paged",
-    f"{_PACKED}, Tensor page_table, {_LONGEST}, {_MASKS}, {_HEADS}, {_USED}, bool return_lse, str kernel",
+    f"{_PACKED}, Tensor page_table, {_LONGEST}, {_MASKS}, {_HEADS}, {_USED}, SymInt num_splits, "
+    "bool batch_invariant, bool return_lse, str kernel",
 )
 _attention_masked = Operator(
     "attention_masked",

@@ -27,7 +27,7 @@ from .checks import (
 )
 from .forward.plan import check_kernel_name
 from .masks.call import check_mask_tensors, mask_tensors
-from .problem import AttentionProblem, canonical_strides, check_share
+from .problem import MAX_SPLITS, AttentionProblem, canonical_strides, check_share
 
 # All tensors that a call may have, in the order in which prepared calls take them.
 TENSORS = (
@@ -86,6 +86,8 @@ class Options(NamedTuple):
     kernel: str = "auto"
     dropout_p: float = 0.0
     mask_sizes: tuple[int, int] = (0, 0)  # sequences and heads that have a block mask of their own; 0: no mask
+    num_splits: int = 0
+    batch_invariant: bool = False
     return_lse: bool = False
 
 
@@ -269,6 +271,7 @@ def describe_rest(tensors: Mapping[str, Tensor], options: Options, batch: int) -
         "pointer_alignment": pointer_alignment(tensors["q"], tensors["k"], tensors["v"]),
         **{name: DTYPE_NAMES[tensors[name].dtype] for name in ("sinks", "alibi", "bias") if name in tensors},
         "mask_batch": options.mask_sizes[0], "mask_heads": options.mask_sizes[1],
+        "num_splits": options.num_splits, "batch_invariant": options.batch_invariant,
     }  # fmt: skip
     if (alibi := tensors.get("alibi")) is not None:
         found["alibi_stride"] = alibi.stride(0) if alibi.dim() == 2 and batch > 1 else 0
@@ -313,15 +316,17 @@ def layouts_of(tensors: Mapping[str, Tensor], *, packed: bool) -> list[tuple[Any
 
 def check_all_options(options: Options) -> Options:
     """Return options in their types. Raises ``InputError``."""
-    causal, softmax_scale, window, softcap, max_seqlens, kernel, dropout_p, mask_sizes, return_lse = options
+    causal, softmax_scale, window, softcap, max_seqlens, kernel, dropout_p, mask_sizes, splits, invariant, return_lse = options
     if (
-        type(causal) is type(return_lse) is bool and type(kernel) is str and type(window) is tuple  # type: ignore[redundant-expr] # callers may pass what types rule out
+        type(causal) is type(return_lse) is type(invariant) is bool and type(splits) is int and type(kernel) is str and type(window) is tuple  # type: ignore[redundant-expr] # callers may pass what types rule out
         and type(softcap) is type(dropout_p) is float and (softmax_scale is None or type(softmax_scale) is float)
         and [*map(type, window)] == _TWO_INTS and 0 <= dropout_p < 1 and max(window) < 2**63
         and (max_seqlens is None or [*map(type, max_seqlens)] == _TWO_INTS)
     ):  # fmt: skip
         return options  # as nearly all are: nothing to convert or to refuse
     check_flag("return_lse", return_lse)
+    check_flag("batch_invariant", invariant)
+    check_splits(splits)
     if not isinstance(kernel, str):  # a plan checks the name
         check_kernel_name(kernel)  # type: ignore[unreachable] # callers may pass what types rule out
     for name, length in zip(("max_seqlen_q", "max_seqlen_k"), max_seqlens or (), strict=False):
@@ -336,6 +341,8 @@ def check_all_options(options: Options) -> Options:
         kernel,
         check_dropout(dropout_p),
         mask_sizes,
+        splits,
+        invariant,
         return_lse,
     )
 
@@ -344,6 +351,12 @@ def check_flag(name: str, flag: object) -> None:
     """Raise ``InputError`` unless ``flag`` is True or False."""
     if not isinstance(flag, bool):
         raise InputError(f"{name} must be True or False, got {shown(flag)}")
+
+
+def check_splits(num_splits: object) -> None:
+    """Raise ``InputError`` unless it is an integer."""
+    if type(num_splits) is not int:
+        raise InputError(f"num_splits must be an integer from 0 to {MAX_SPLITS}, got {shown(num_splits)}")
 
 
 def check_options(causal: object, softmax_scale: object) -> float | None:

@@ -255,3 +255,46 @@ class AppendCall(NamedTuple):
     FP8: bool  # what is written is e4m3, over a scale
     K_BY_TOKEN: bool  # each key gets a scale of its own, else it is divided by that of its head
     V_BY_TOKEN: bool
+
+
+class WorkQuotas(NamedTuple):
+    """How the keys of the sequences of a mixed batch are split; those that a schedule does not read are None."""
+
+    few_slots: Any  # programs with few rows of one K/V head that there should be
+    many_slots: Any  # the same with many rows
+    few_least: Any  # steps of a share, at least
+    many_least: Any
+    num_splits: Any  # shares of every sequence, at most
+    fixed_steps: Any  # of a share of a sequence of few rows
+
+
+class MixedTiles(NamedTuple):
+    """Constants of a mixed batch: sequences of up to FEW_ROWS rows a K/V head have one tile of so many."""
+
+    GROUP: int  # query heads that share one K/V head
+    FEW_ROWS: int
+    FEW_KEYS: int  # of one step
+    MANY_ROWS: int
+    MANY_KEYS: int
+    MERGE_ROWS: int  # of one program of the merge
+    BOUND_LEFT: bool  # some keys come too early for some rows
+    BOUND_RIGHT: bool  # some keys come too late for some rows
+    SCHEDULE: str  # "lengths", "even" or "own length"
+
+
+class MixedTile(NamedTuple):
+    """What one program of a mixed batch works on."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    FIELD: int  # of a record, which counts such programs: 0 with few rows, 1 with many
+    BLOCK_B: int  # records that a program looks at together
+    NUM_STAGES: int
+    WIDE: bool  # an offset within a tile can pass 2**31
+
+
+class MixedPartials(NamedTuple):
+    """Partial results of the shares of keys, fp32, tile by tile."""
+
+    o_ptr: Any  # [rows, DV], before its sum divides it
+    sums_ptr: Any  # [rows, 2]: the largest score of a row in units of log2(e), and its sum

@@ -13,6 +13,10 @@ LOG2_E = math.log2(math.e)
 _LARGEST_FP32 = (2 - 2**-23) * 2.0**127
 LARGEST_SCALE = _LARGEST_FP32 / LOG2_E  # kernels take it times log2(e), in fp32
 
+MAX_SPLITS = 256
+# Of windows that hide nothing where bits are not to depend on the longest sequence: sums of bounds stay in 32 bits.
+_WIDEST_WINDOW = 2**29
+
 Strides = tuple[int, int, int, int]
 
 
@@ -78,6 +82,8 @@ class AttentionProblem:
     # are not. Strides have that of pages for B.
     page_size: int = 0
     table_stride: int = 0  # of the page table along B
+    num_splits: int = 0  # over which the keys of each sequence are split, with pages; 0: as the lengths suggest
+    batch_invariant: bool = False  # the bits of a sequence depend on nothing else in the batch
     dropout_p: float = 0.0  # the share of the probabilities that are dropped; the call takes a seed where it is not 0
     # Sequences and heads that have a block mask of their own: 1 or B, and what divides H; 0: there is no mask.
     mask_batch: int = 0
@@ -137,9 +143,13 @@ class AttentionProblem:
         left, right = self.window
         if min(left, right) < -1:
             raise InputError(f"window must be two integers (left, right), -1 for no bound, got {self.window}")
-        if left >= self.seqlen_k - 1:
+        if not 0 <= self.num_splits <= MAX_SPLITS:
+            raise InputError(f"num_splits must be from 0 (chosen by the lengths) to {MAX_SPLITS}, got {self.num_splits}")
+        if self.batch_invariant:
+            left, right = min(left, _WIDEST_WINDOW), min(right, _WIDEST_WINDOW)
+        elif left >= self.seqlen_k - 1:
             left = -1
-        if self.causal or right >= self.seqlen_q - 1:
+        if self.causal or (right >= self.seqlen_q - 1 and not self.batch_invariant):
             right = -1
         if right == 0:
             object.__setattr__(self, "causal", True)
@@ -264,6 +274,8 @@ class AttentionProblem:
         words += [f"softcap{self.softcap:g}"] if self.softcap else []
         words += [name for name in ("sinks", "alibi", "bias", "packed") if getattr(self, name)]
         words += [f"page{self.page_size}"] if self.page_size else []
+        words += [f"splits{self.num_splits}"] if self.num_splits else []
+        words += ["invariant"] if self.batch_invariant else []
         words += [f"dropout{self.dropout_p:g}"] if self.dropout_p else []
         words += [f"mask{self.mask_batch}_{self.mask_heads}"] if self.mask_heads else []
         return "_".join(words)

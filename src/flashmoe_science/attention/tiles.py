@@ -50,6 +50,16 @@ class HopperConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class MixedConfig:
+    """Tiles of ``mixed_triton``."""
+
+    few: ForwardConfig  # of sequences whose rows, of the query heads of one K/V head, fit one tile
+    many: ForwardConfig  # of the others
+    few_blocks: int  # programs of few rows that an SM has room for
+    has_many: bool  # whether the longest sequence is one of the others
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """How one problem is served on one GPU."""
 
@@ -57,7 +67,7 @@ class Plan:
     gpu: str  # "CPU" for the reference
     arch: int  # 90 for sm_90; 0 for the reference
     kernel: str
-    config: ForwardConfig | ShortConfig | HopperConfig | None
+    config: ForwardConfig | ShortConfig | HopperConfig | MixedConfig | None
     launches: tuple[PlannedLaunch, ...]
     reason: str
 

@@ -22,6 +22,8 @@ class PackedOptions(NamedOptions, total=False):
     seqused_q: Tensor | None
     seqused_k: Tensor | None
     page_table: Tensor | None
+    num_splits: int
+    batch_invariant: bool
 
 
 @overload
@@ -60,6 +62,8 @@ def flash_attention_varlen(
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     page_table: Tensor | None = None,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
     return_lse: bool = False,
     kernel: str = "auto",
 ) -> Any:
@@ -101,6 +105,10 @@ def flash_attention_varlen(
         page_table: ``[B, P]`` int32, contiguous along P, on the device of q: key n of sequence b lies in row
             ``n % page_size`` of page ``page_table[b, n // page_size]``. Entries behind the last key are never read, nor
             are pages of which a window hides all keys from the rows of a tile. Without gradients and dropout.
+        num_splits: with ``page_table``: over how many programs the keys of each sequence are split, at most 256; 0:
+            by the lengths of all, which the GPU reads. Not without a page table, for fp32 or with a bias.
+        batch_invariant: with ``page_table``: a sequence has the same bits whatever else is in the batch, and whatever
+            the maxima are; keys are split by its own length alone. Served as ``num_splits`` is.
         return_lse: return the log-sum-exp of every row too.
         kernel: ``"auto"``, or one name to force; a forced kernel never falls back.
 
@@ -129,7 +137,7 @@ def flash_attention_varlen(
         },
         Options(
             causal, softmax_scale, window, softcap, (max_seqlen_q, max_seqlen_k), kernel, dropout_p,
-            return_lse=return_lse,
+            num_splits=num_splits, batch_invariant=batch_invariant, return_lse=return_lse,
         ),
     )  # fmt: skip
 

@@ -12,10 +12,11 @@ from ...errors import InputError, UnsupportedError, shown
 from ...gpu.planning import PlannedLaunch, refuse_architecture
 from ...gpu.specs import GpuSpec
 from ..forward.plan import MAX_HEAD_DIM
+from ..problem import MAX_SPLITS
 from ..tiles import block_dim
 from .config import DecodeConfig
 from .plan_sm90 import HOPPER_DECODE, HOPPER_DECODE_KERNEL, hopper_decode_is_slower, hopper_decode_refusal
-from .problem import MAX_SPLITS, CacheProblem
+from .problem import CacheProblem
 
 CACHE_KERNELS = (HOPPER_DECODE_KERNEL, "decode_triton", "reference")
 

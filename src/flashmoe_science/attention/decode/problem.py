@@ -6,10 +6,9 @@ import math
 from dataclasses import dataclass
 
 from ...errors import InputError
-from ..problem import ITEM_BYTES, LARGEST_SCALE, LOG2_E, Strides, output_strides
+from ..problem import ITEM_BYTES, LARGEST_SCALE, LOG2_E, MAX_SPLITS, Strides, output_strides
 
 _LARGEST_FP32 = (2 - 2**-23) * 2.0**127
-MAX_SPLITS = 256
 _WIDEST_WINDOW = 2**30  # of those that hide nothing: positions less it stay in 32 bits
 
 

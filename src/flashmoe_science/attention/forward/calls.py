@@ -19,6 +19,7 @@ from ...gpu.device import gpu_at
 from .. import reference
 from ..inputs import AttentionCall, batched_problem, layouts_of
 from ..masks.dense import with_dense_mask
+from ..mixed.plan import MIXED_KERNEL
 from ..packed import check_values, planned_lengths, problem_of_packed
 from ..problem import AttentionProblem
 from ..tiles import ForwardConfig, HopperConfig, Plan
@@ -81,7 +82,9 @@ def prepare_call(plan: Plan, device: torch.device, dtype: torch.dtype) -> Call:
     if device.type == "cpu":
         return _interpreter_call(plan)
     index = device.index
-    if plan.problem.packed and plan.kernel == FEATURES_KERNEL and plan.launches:
+    if plan.kernel == MIXED_KERNEL and plan.launches:
+        call = _mixed_call(plan, index)
+    elif plan.problem.packed and plan.kernel == FEATURES_KERNEL and plan.launches:
         call = _ordered_call(plan, index)
     else:
         call = _cuda_call(plan, index, dtype)
@@ -133,9 +136,19 @@ def allocate_lse(problem: AttentionProblem, q: Tensor) -> Tensor:
     return torch.empty((problem.batch, problem.heads, problem.seqlen_q), dtype=torch.float32, device=q.device)
 
 
+def _mixed_call(plan: Plan, device: int) -> Call:
+    from ..mixed.calls import cuda_call
+
+    return cuda_call(plan, device)
+
+
 def _interpreter_call(plan: Plan) -> Call:
     from .prepare import interpret, prepare_kernels
 
+    if plan.kernel == MIXED_KERNEL and plan.problem.rows:
+        from ..mixed.calls import interpreted_call
+
+        return interpreted_call(plan)
     problem = plan.problem
     if problem.dtype == "bf16":
         raise UnsupportedError(

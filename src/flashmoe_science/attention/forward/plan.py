@@ -8,6 +8,7 @@ from ...errors import InputError, UnsupportedError, shown
 from ...gpu.planning import PlannedLaunch, refuse_architecture
 from ...gpu.specs import GpuSpec
 from ..masks.plan import MASKED_KERNEL, masked_launch, masked_plan, masked_refusal
+from ..mixed.plan import MIXED_KERNEL, interpreted_plan, mixed_plan, mixed_refusal, split_refusal
 from ..problem import AttentionProblem
 from ..tiles import ForwardConfig, Plan, cdiv
 from .plan_sm90 import hopper_plan, hopper_refusal, hopper_underfills
@@ -17,7 +18,8 @@ from .variants_plan import FEATURES_KERNEL, variants_passed_over, variants_plan,
 
 MAX_HEAD_DIM = 256
 KERNELS = (
-    "forward_short_gluon", "forward_gluon_sm90", FEATURES_KERNEL, "forward_triton", MASKED_KERNEL, "reference",
+    "forward_short_gluon", "forward_gluon_sm90", FEATURES_KERNEL, "forward_triton", MASKED_KERNEL, MIXED_KERNEL,
+    "reference",
 )  # fmt: skip
 
 
@@ -47,6 +49,7 @@ def plan_attention(problem: AttentionProblem, gpu: GpuSpec | None, kernel: str =
             f"no kernel serves head dimension {widest}", hint=f"the nearest that is served: {MAX_HEAD_DIM}"
         )
     refuse_architecture(gpu.arch)
+    _refuse_splits(problem)
     if problem.rows == 0:
         own = MASKED_KERNEL if problem.mask_heads else "forward_triton"
         name = own if kernel == "auto" else kernel
@@ -62,12 +65,32 @@ def _refusal(kernel: str, problem: AttentionProblem, gpu: GpuSpec) -> str | None
         return variants_refusal(problem, gpu)
     if kernel == MASKED_KERNEL:
         return masked_refusal(problem)
+    if kernel == MIXED_KERNEL:
+        return mixed_refusal(problem)
+    if problem.num_splits or problem.batch_invariant:
+        return f"num_splits and batch_invariant are for {MIXED_KERNEL}"
     if kernel == "forward_triton":
         return "it does not serve a block mask" if problem.mask_heads else None
     if not problem.features:
         return short_refusal(problem, gpu) if kernel == "forward_short_gluon" else hopper_refusal(problem, gpu)
     *first, last = problem.features
     return f"it does not serve {', '.join(first)}{' and ' if first else ''}{last}"
+
+
+def _refuse_splits(problem: AttentionProblem) -> None:
+    """Raise ``UnsupportedError`` where shares of keys are asked for that no kernel makes."""
+    refusal = split_refusal(problem)
+    if refusal:
+        raise UnsupportedError(
+            f"num_splits and batch_invariant need {MIXED_KERNEL}: {refusal}",
+            hint="leave them out, or see flash_attention_with_kv_cache",
+        )
+
+
+def _refuse_forced(kernel: str, problem: AttentionProblem, refusal: str | None) -> None:
+    """Raise ``UnsupportedError`` where there is a reason."""
+    if refusal:
+        raise UnsupportedError(f"{kernel} does not serve {problem.describe()}: {refusal}", hint="use kernel='auto'")
 
 
 def _forced_plan(problem: AttentionProblem, gpu: GpuSpec, kernel: str) -> Plan:
@@ -77,16 +100,17 @@ def _forced_plan(problem: AttentionProblem, gpu: GpuSpec, kernel: str) -> Plan:
         FEATURES_KERNEL: variants_plan,
         "forward_triton": forward_plan,
         MASKED_KERNEL: masked_plan,
+        MIXED_KERNEL: mixed_plan,
     }
-    refusal = _refusal(kernel, problem, gpu)
-    if refusal:
-        raise UnsupportedError(f"{kernel} does not serve {problem.describe()}: {refusal}", hint="use kernel='auto'")
+    _refuse_forced(kernel, problem, _refusal(kernel, problem, gpu))
     return plans[kernel](problem, gpu, "it was asked for")
 
 
 def _auto_plan(problem: AttentionProblem, gpu: GpuSpec) -> Plan:
     if problem.mask_heads:
         return masked_plan(problem, gpu, "it is the one that serves a block mask")
+    if problem.num_splits or problem.batch_invariant:
+        return mixed_plan(problem, gpu, "it is the one that serves num_splits and batch_invariant")
     refusal = _refusal("forward_short_gluon", problem, gpu) or short_passed_over(problem, gpu)
     if refusal is None and _hopper_declines(problem, gpu) is None:
         refusal = short_slower_than_hopper(problem, gpu)
@@ -113,8 +137,12 @@ def _hopper_declines(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
 
 
 def _cpu_plan(problem: AttentionProblem, kernel: str) -> Plan:
+    _refuse_splits(problem)
     if kernel in ("auto", "reference"):
         return Plan(problem, "CPU", 0, "reference", None, (), "CPU tensors run the reference")
+    if kernel == MIXED_KERNEL and os.environ.get("TRITON_INTERPRET") == "1":
+        _refuse_forced(kernel, problem, mixed_refusal(problem))
+        return interpreted_plan(problem, "Triton's interpreter runs it (TRITON_INTERPRET=1)")
     is_own = kernel == (MASKED_KERNEL if problem.mask_heads else "forward_triton")
     if is_own and os.environ.get("TRITON_INTERPRET") == "1":
         config = ForwardConfig(16, 32, 4, 1)
