@@ -10,6 +10,7 @@ import pytest
 
 from .cases import Case, Gradients, Ordering, VarlenCase
 from .mask_cases import MaskCase
+from .mixed_cases import Mixed
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +26,7 @@ def interpreted():
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
     )  # fmt: skip
 
-    def check(case: Case | VarlenCase | Gradients | Ordering | MaskCase) -> None:
+    def check(case: Case | VarlenCase | Gradients | Ordering | MaskCase | Mixed) -> None:
         assert child.stdin is not None
         assert child.stdout is not None
         child.stdin.write(repr(case) + "\n")

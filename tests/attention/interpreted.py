@@ -41,13 +41,19 @@ from .checks import (
     options_of,
 )
 from .mask_cases import MaskCase, check_mask
+from .mixed_cases import Mixed, check_mixed
 
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """Fill fresh memory with NaN: an element that no one wrote shows."""
+    """Fill fresh memory with NaN, of integers with -7: an element that no one wrote shows."""
     empty = torch.empty
-    torch.empty = lambda *a, **o: empty(*a, **o).fill_(math.nan)
+
+    def filled(*sizes: Any, **options: Any) -> torch.Tensor:
+        tensor = empty(*sizes, **options)
+        return tensor.fill_(math.nan if tensor.is_floating_point() else -7)
+
+    torch.empty = filled
     try:
         yield
     finally:
@@ -80,10 +86,12 @@ def too_small(inputs: dict[str, Any], bias: torch.Tensor) -> Iterator[tuple[dict
         yield {**inputs, "max_seqlen_q": rows, "max_seqlen_k": columns}, fenced(bias[:, :, :rows, :columns], side)
 
 
-def check(case: Case | VarlenCase | Gradients | Ordering | MaskCase) -> None:
+def check(case: Case | VarlenCase | Gradients | Ordering | MaskCase | Mixed) -> None:
     """Compare one case with fp64, or with sorting."""
     if isinstance(case, Ordering):
         check_ordering(case)
+    elif isinstance(case, Mixed):
+        check_mixed(case, poison=poisoned)
     elif isinstance(case, MaskCase):
         kernels = {"kernel": "forward_masked_triton", "backward": "backward_masked_triton"}
         check_mask(case, "cpu", **kernels, poison=poisoned)
@@ -313,7 +321,7 @@ def main() -> None:
     for line in sys.stdin:
         try:
             kinds = {"Case": Case, "FeatureCase": FeatureCase, "VarlenCase": VarlenCase, "Gradients": Gradients}
-            kinds |= {"Ordering": Ordering, "MaskCase": MaskCase}
+            kinds |= {"Ordering": Ordering, "MaskCase": MaskCase, "Mixed": Mixed}
             check(eval(line, kinds))  # the parent's own repr
             answer = "right"
         except Exception as error:  # noqa: BLE001 - the parent fails the test with it

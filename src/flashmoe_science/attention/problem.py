@@ -140,11 +140,16 @@ class AttentionProblem:
                 f"got {self.scale:.3g} / {self.softcap:.3g}"
             )
         check_share(self.dropout_p)
+        if not 0 <= self.num_splits <= MAX_SPLITS:
+            expected = f"from 0 (chosen by the lengths) to {MAX_SPLITS}"
+            raise InputError(f"num_splits must be {expected}, got {self.num_splits}")
+        self._bring_window_into_form()
+
+    def _bring_window_into_form(self) -> None:
+        """Drop bounds that hide nothing, and call a right bound of 0 causal."""
         left, right = self.window
         if min(left, right) < -1:
             raise InputError(f"window must be two integers (left, right), -1 for no bound, got {self.window}")
-        if not 0 <= self.num_splits <= MAX_SPLITS:
-            raise InputError(f"num_splits must be from 0 (chosen by the lengths) to {MAX_SPLITS}, got {self.num_splits}")
         if self.batch_invariant:
             left, right = min(left, _WIDEST_WINDOW), min(right, _WIDEST_WINDOW)
         elif left >= self.seqlen_k - 1:

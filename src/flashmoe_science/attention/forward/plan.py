@@ -143,7 +143,7 @@ def _cpu_plan(problem: AttentionProblem, kernel: str) -> Plan:
     if kernel == MIXED_KERNEL and os.environ.get("TRITON_INTERPRET") == "1":
         _refuse_forced(kernel, problem, mixed_refusal(problem))
         return interpreted_plan(problem, "Triton's interpreter runs it (TRITON_INTERPRET=1)")
-    is_own = kernel == (MASKED_KERNEL if problem.mask_heads else "forward_triton")
+    is_own = kernel in (MIXED_KERNEL, MASKED_KERNEL if problem.mask_heads else "forward_triton")
     if is_own and os.environ.get("TRITON_INTERPRET") == "1":
         config = ForwardConfig(16, 32, 4, 1)
         grid = (cdiv(problem.seqlen_q, 16) * problem.batch * problem.heads, 1, 1)

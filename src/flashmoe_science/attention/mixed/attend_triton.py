@@ -186,7 +186,8 @@ def _mixed_kernel(
 
 @triton.jit
 def _merge_row(
-    partials, first_part, row, splits, count, slot, h, heads_kv, block_m, offs_dv, DV: tl.constexpr, BLOCK_S: tl.constexpr,
+    partials, first_part, row, splits, count, slot, h, heads_kv, block_m, offs_dv, DV: tl.constexpr,
+    BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Return output, sum and maximum of one row over its shares, ``BLOCK_S`` at a time."""
     m = tl.full([], -float("inf"), tl.float32)

@@ -20,17 +20,11 @@ _MAX_GRIDS = 64
 _FEWEST_POINTERS = 4  # that ``prepare_launch`` writes
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: SLF001 - what torch.compile's code calls
 Call = Callable[..., Any]
-_OF_GROUPS = ("sequences.", "partials.")
 
 
 def _tensor_names(kernel: PreparedKernel) -> list[str]:
     """Return the names of the tensors whose addresses a launch is given, in order."""
-    names = []
-    for name in kernel.tensors:
-        for group in _OF_GROUPS:
-            name = name.removeprefix(group)
-        names.append(name.removesuffix("_ptr"))
-    return names
+    return [name.rpartition(".")[2].removesuffix("_ptr") for name in kernel.tensors]
 
 
 def _allocate(plan: Plan, sms: int, q: Tensor) -> dict[str, Tensor]:
@@ -58,9 +52,7 @@ def interpreted_call(plan: Plan) -> Call:
     from ..forward.prepare import interpret
 
     if plan.problem.dtype == "bf16":
-        raise UnsupportedError(
-            "Triton's interpreter multiplies bf16 wrongly", hint="use fp16 with TRITON_INTERPRET=1"
-        )
+        raise UnsupportedError("Triton's interpreter multiplies bf16 wrongly", hint="use fp16 with TRITON_INTERPRET=1")
 
     def call(q: Tensor, k: Tensor, v: Tensor, _pq: int, _pk: int, _pv: int, *extras: Tensor) -> Any:
         tensors = {"q": q, "k": k, "v": v, **dict(zip(plan.problem.extras, extras, strict=True))}

@@ -30,9 +30,9 @@ _FIXED_KEYS = 1024
 _SERVED = frozenset(("a sliding window", "a softcap", "attention sinks", "ALiBi", "packed sequences", "a page table"))
 
 
-# Tiles of few rows: (architectures) -> {columns of the wider of the D and DV tiles: by rows, fewest first, each with how
-# many programs an SM has room for}. They are those of decode_triton, which reads keys in the same way; none was timed
-# here against others.
+# Tiles of few rows: (architectures) -> {columns of the wider of the D and DV tiles: by rows, fewest first, each with
+# how many programs an SM has room for}. They are those of decode_triton, which reads keys in the same way; none was
+# timed here against others.
 _T = ForwardConfig
 FEW_TABLES: dict[tuple[int, ...], dict[int, tuple[tuple[ForwardConfig, int], ...]]] = {
     (80,): {
@@ -185,9 +185,7 @@ def records_together(problem: AttentionProblem) -> int:
     return max(16, min(_MOST_SEQUENCES, 1 << (problem.batch - 1).bit_length()))
 
 
-def mixed_launches(
-    problem: AttentionProblem, config: MixedConfig, sms: int, tokens: int
-) -> tuple[PlannedLaunch, ...]:
+def mixed_launches(problem: AttentionProblem, config: MixedConfig, sms: int, tokens: int) -> tuple[PlannedLaunch, ...]:
     """Return the launches of a call with ``tokens`` queries, in order."""
     p = problem
     sizes = mixed_sizes(p, config, sms, round_tokens(tokens))
@@ -231,4 +229,4 @@ def interpreted_plan(problem: AttentionProblem, why: str) -> Plan:
     return Plan(problem, "CPU", 0, MIXED_KERNEL, config, launches, why)
 
 
-INTERPRETED_SMS = 8
+INTERPRETED_SMS = 4

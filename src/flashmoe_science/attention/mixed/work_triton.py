@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..kernel_arguments import MixedTiles, Sequences, Window, WorkQuotas
+from ..kernel_arguments import Sequences, Window, WorkQuotas
 
 RECORDS: tl.constexpr = tl.constexpr(11)  # int32 of a sequence
 
