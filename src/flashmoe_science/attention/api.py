@@ -249,9 +249,9 @@ def _operate(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     """Call the operators of calls without features; a recorded call has the one that has gradients."""
     if call.recorded:
         return operate_with_features(call)
-    causal, softmax_scale, *_, kernel, _, _, return_lse = call.options
-    arguments = (*call.tensors.values(), causal, softmax_scale, kernel)
-    return _attention_forward_lse(*arguments) if return_lse else (_attention_forward(*arguments), None)
+    asked = call.options
+    arguments = (*call.tensors.values(), asked.causal, asked.softmax_scale, asked.kernel)
+    return _attention_forward_lse(*arguments) if asked.return_lse else (_attention_forward(*arguments), None)
 
 
 def _serve(
