@@ -41,6 +41,13 @@ SMALL: dict[str, dict[str, Any]] = {
         "head_dim": 32,
         "head_dim_v": 16,
         "page_size": 16,
+    "attention_mixed": {
+        "lengths": [5, 0, 17],
+        "lengths_k": [9, 3, 17],
+        "heads": 2,
+        "head_dim": 16,
+        "causal": True,
+        "page_size": 8,
     },
     "attention_train": {"batch": 1, "heads": 2, "seqlen_q": 24, "head_dim": 16, "causal": True, "window": [7, 0]},
     "attention_varlen": {"lengths": [5, 0, 17], "heads": 2, "head_dim": 16, "causal": True},

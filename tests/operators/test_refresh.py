@@ -24,6 +24,7 @@ CASES = {
         "head_dim": 24,
         "head_dim_v": 16,
     },
+    "attention_mixed": {"lengths": [5, 40], "heads": 4, "head_dim": 16, "dtype": "fp32", "page_size": 8},
     "attention_train": _ATTENTION,
     "attention_varlen": {"lengths": [5, 40], "heads": 4, "head_dim": 16, "dtype": "fp32"},
     "attention_varlen_backward": {"lengths": [5, 40], "heads": 4, "head_dim": 16, "dtype": "fp32"},

@@ -290,7 +290,7 @@ class MixedTile(NamedTuple):
     FIELD: int  # of a record, which counts such programs: 0 with few rows, 1 with many
     BLOCK_B: int  # records that a program looks at together
     NUM_STAGES: int
-    WIDE: bool  # an offset within a tile can pass 2**31
+    WIDE: bool  # an offset within a page can pass 2**31
 
 
 class MixedPartials(NamedTuple):

@@ -47,7 +47,14 @@ class VarlenProblem:
         """Yield each sequence as a problem of its own."""
         contiguous: Any = ()
         strides = dict.fromkeys(("q_strides", "k_strides", "v_strides"), contiguous)
-        plain = dataclasses.replace(self.planned, batch=1, packed=False, **strides)
+        alone: dict[str, Any] = {
+            "batch": 1,
+            "packed": False,
+            "page_size": 0,
+            "table_stride": 0,
+            "batch_invariant": False,
+        }
+        plain = dataclasses.replace(self.planned, **alone, **strides)
         for queries, keys in zip(self.lengths, self.lengths_k, strict=True):
             yield dataclasses.replace(plain, seqlen_q=queries, seqlen_k=keys)
 
@@ -63,7 +70,9 @@ class VarlenProblem:
         heads = f"h{p.heads}" if p.heads == p.heads_kv else f"h{p.heads}_{p.heads_kv}"
         dim = f"d{p.head_dim}" if p.head_dim == p.head_dim_v else f"d{p.head_dim}_{p.head_dim_v}"
         words = ["varlen", f"b{len(self.lengths)}", tokens, f"max{self.longest[1]}", heads, dim, p.dtype]
-        return "_".join(words + (["causal"] if p.causal else []))
+        words += ["causal"] if p.causal else []
+        words += [f"page{p.page_size}"] if p.page_size else []
+        return "_".join(words + (["invariant"] if p.batch_invariant else []))
 
 
 def make_problem(lengths: tuple[int, ...], lengths_k: tuple[int, ...], **more: Any) -> VarlenProblem:

@@ -14,11 +14,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..decode.split_kv_triton import LOG2_E, _add_sink
-from ..forward.stream_triton import _attend, _load_pages
-from ..kernel_arguments import BiasStrides, MixedPartials, Strides, Window
+from ..kernel_arguments import MixedPartials, Strides, Window
 from ..primitives import load_rows
-from .work_triton import find_sequence, read_record, tile_keys
+from .primitives import LOG2_E, add_sink, attend_tile, find_sequence, load_pages, read_record, tile_keys
 
 
 @triton.jit
@@ -45,7 +43,7 @@ def _store_output(
     """Store rows that have met all their keys. One that met none, or has no query, gets 0 and an LSE of -inf."""
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head, mask=token < queries, other=0.0).to(tl.float32)
-        alpha, l, m = _add_sink(sink, l, m)
+        alpha, l, m = add_sink(sink, l, m)
         acc *= alpha[:, None]
     has_keys = (l != 0) & (token < queries)
     out = acc * tl.where(has_keys, 1.0 / l, 0.0)[:, None]
@@ -80,7 +78,6 @@ def _mixed_kernel(
     scale,  # softmax_scale * log2(e); with a softcap what ``cap_scores`` takes
     window: Window,
     softcap,  # softcap * log2(e), or None
-    bias_strides: BiasStrides,  # there is no bias: all 0
     CALL: tl.constexpr,  # ForwardCall
     TILE: tl.constexpr,  # MixedTile
     DEPENDENT_LAUNCH: tl.constexpr,
@@ -121,10 +118,6 @@ def _mixed_kernel(
     if alibi_ptr is not None:
         slopes = tl.load(alibi_ptr + b.to(tl.int64) * CALL.STRIDE_ALIBI_B + head, mask=token < queries, other=0.0)
         slope = slopes.to(tl.float32)[:, None] * LOG2_E
-    if TILE.WIDE:  # an offset inside of a tile can pass 2**31
-        offs_d, offs_dv, key_rows = offs_d.to(tl.int64), offs_dv.to(tl.int64), offs_n.to(tl.int64)
-    else:
-        key_rows = offs_n
     k_ptrs = k_ptr + h.to(tl.int64) * k_strides.h * CALL.ALIGN + offs_d[None, :] * k_strides.COLUMN
     v_ptrs = v_ptr + h.to(tl.int64) * v_strides.h * CALL.ALIGN + offs_dv[None, :] * v_strides.COLUMN
 
@@ -137,34 +130,31 @@ def _mixed_kernel(
         first_key = tl.maximum(first_token + diagonal - window.left, 0)  # that any row of the tile sees
     # The pages of a tile are read one tile ahead, also from loop to loop: the addresses of K and V wait for no load.
     table = page_table_ptr + b.to(tl.int64) * stride_table_b
-    page = _load_pages(table, begin, offs_n, first_key, end, CALL.PAGE_SIZE, BLOCK_N)
+    page = load_pages(table, begin, offs_n, first_key, end, CALL.PAGE_SIZE, BLOCK_N)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
     if CALL.BOUND_LEFT:
         for start_n in tl.range(begin, tl.minimum(inside, end), BLOCK_N, num_stages=1):
             page_of_tile = page
-            page = _load_pages(table, start_n + BLOCK_N, offs_n, first_key, end, CALL.PAGE_SIZE, BLOCK_N)
-            acc, l, m = _attend(
-                acc, l, m, q, k_ptrs, v_ptrs, None, start_n, token, offs_n, key_rows, offs_d, offs_dv, end,
-                diagonal, window, scale, softcap, slope, None, page_of_tile, first_key, k_strides, v_strides,
-                bias_strides, CALL, True, True, CALL.BOUND_RIGHT, True,
+            page = load_pages(table, start_n + BLOCK_N, offs_n, first_key, end, CALL.PAGE_SIZE, BLOCK_N)
+            acc, l, m = attend_tile(
+                acc, l, m, q, k_ptrs, v_ptrs, start_n, token, offs_n, offs_d, offs_dv, first_key, end, diagonal,
+                window, scale, softcap, slope, page_of_tile, k_strides, v_strides, CALL, TILE.WIDE, True, True, CALL.BOUND_RIGHT, True,
             )  # fmt: skip
     for start_n in tl.range(inside, unmasked, BLOCK_N, num_stages=TILE.NUM_STAGES):
         page_of_tile = page
-        page = _load_pages(table, start_n + BLOCK_N, offs_n, first_key, end, CALL.PAGE_SIZE, BLOCK_N)
-        acc, l, m = _attend(
-            acc, l, m, q, k_ptrs, v_ptrs, None, start_n, token, offs_n, key_rows, offs_d, offs_dv, end,
-            diagonal, window, scale, softcap, slope, None, page_of_tile, first_key, k_strides, v_strides,
-            bias_strides, CALL, False, False, False, False,
+        page = load_pages(table, start_n + BLOCK_N, offs_n, first_key, end, CALL.PAGE_SIZE, BLOCK_N)
+        acc, l, m = attend_tile(
+            acc, l, m, q, k_ptrs, v_ptrs, start_n, token, offs_n, offs_d, offs_dv, first_key, end, diagonal,
+            window, scale, softcap, slope, page_of_tile, k_strides, v_strides, CALL, TILE.WIDE, False, False, False, False,
         )  # fmt: skip
     for start_n in tl.range(unmasked, end, BLOCK_N, num_stages=1):
         page_of_tile = page
-        page = _load_pages(table, start_n + BLOCK_N, offs_n, first_key, end, CALL.PAGE_SIZE, BLOCK_N)
-        acc, l, m = _attend(
-            acc, l, m, q, k_ptrs, v_ptrs, None, start_n, token, offs_n, key_rows, offs_d, offs_dv, end,
-            diagonal, window, scale, softcap, slope, None, page_of_tile, first_key, k_strides, v_strides,
-            bias_strides, CALL, True, False, CALL.BOUND_RIGHT, CALL.EMPTY_ROWS,
+        page = load_pages(table, start_n + BLOCK_N, offs_n, first_key, end, CALL.PAGE_SIZE, BLOCK_N)
+        acc, l, m = attend_tile(
+            acc, l, m, q, k_ptrs, v_ptrs, start_n, token, offs_n, offs_d, offs_dv, first_key, end, diagonal,
+            window, scale, softcap, slope, page_of_tile, k_strides, v_strides, CALL, TILE.WIDE, True, False, CALL.BOUND_RIGHT, CALL.EMPTY_ROWS,
         )  # fmt: skip
 
     if count > 1:
@@ -263,7 +253,7 @@ def _merge_mixed_kernel(
                 partials, first_part, row, splits, count, slot, h, heads_kv, block_m, offs_dv, CALL.DV, BLOCK_S
             )
             if sinks_ptr is not None:
-                alpha, l, m = _add_sink(tl.load(sinks_ptr + head).to(tl.float32), l, m)
+                alpha, l, m = add_sink(tl.load(sinks_ptr + head).to(tl.float32), l, m)
                 acc *= alpha
             has_keys = (l != 0) & (token < queries)
             out = tl.where(has_keys, acc * tl.where(has_keys, 1.0 / l, 0.0), 0.0)

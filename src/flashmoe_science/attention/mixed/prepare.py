@@ -148,7 +148,7 @@ def _attend(
     p = plan.problem
     align = alignment(p)
     widest_row = max(abs(s) for strides in (p.k_strides, p.v_strides) for s in strides[2:])
-    window, constants = bounds_and_bias(p)
+    window, constants = _window(p)
     arguments: dict[str, Argument] = {
         **{f"{name}_ptr": Pointer(p.dtype, aligned=p.pointer_alignment >= 16) for name in "qkv"},
         **_outputs(p, split=True),
@@ -179,7 +179,7 @@ def _attend(
             FIELD=field,
             BLOCK_B=records_together(p),
             NUM_STAGES=tile.num_stages,
-            WIDE=max(tile.block_n, 256) * widest_row >= 2**31,
+            WIDE=max(p.page_size, 256) * widest_row >= 2**31,
         ),
     }
     source = kernel_source(

@@ -16,23 +16,6 @@ RECORDS: tl.constexpr = tl.constexpr(11)  # int32 of a sequence
 
 
 @triton.jit
-def tile_keys(
-    first_token, last_token, queries, keys, window, BOUND_LEFT: tl.constexpr, BOUND_RIGHT: tl.constexpr, block_n
-):  # fmt: skip
-    """Return the keys that some of a tile's queries see: begin, a multiple of ``block_n``, and end."""
-    diagonal = keys - queries
-    begin = first_token * 0
-    end = keys
-    if BOUND_RIGHT:
-        last = tl.minimum(last_token, queries - 1)
-        end = tl.maximum(tl.minimum(keys, last + diagonal + window.right + 1), 0)
-    if BOUND_LEFT:
-        begin = tl.maximum(first_token + diagonal - window.left, 0) // block_n * block_n
-    end = tl.where(first_token < queries, end, 0)
-    return begin, end
-
-
-@triton.jit
 def _read_lengths(sequences, b, batch):
     """Return where sequences start in q, their places there, their queries and their keys; 0 behind the last one."""
     mask = b < batch
@@ -160,27 +143,3 @@ def _plan_work_kernel(
     tl.store(place_of + 8 * batch, each, mask=mask)  # steps of a share of the keys
     tl.store(place_of + 9 * batch, splits, mask=mask)  # of each of its row tiles, at most
     tl.store(place_of + 10 * batch, tl.where(few, few_slot, many_slot), mask=mask)  # its first partial result
-
-
-@triton.jit
-def find_sequence(records_ptr, batch, item, FIELD: tl.constexpr, BLOCK_B: tl.constexpr):
-    """Return which record the program ``item`` belongs to, and its number there; ``batch`` where there is none."""
-    found = item * 0
-    before = item * 0
-    for first in range(0, batch, BLOCK_B):
-        offs = first + tl.arange(0, BLOCK_B)
-        ends = tl.load(records_ptr + FIELD * batch + offs, mask=offs < batch, other=2147483647)
-        done = ends <= item
-        found += tl.sum(done.to(tl.int32), 0)
-        before = tl.maximum(before, tl.max(tl.where(done, ends, 0), 0))
-    return found, item - before
-
-
-@triton.jit
-def read_record(records_ptr, batch, at):
-    """Return the sequence of a record, and what ``_plan_work_kernel`` stored of it."""
-    record = records_ptr + at
-    b, start_q, place = tl.load(record + 3 * batch), tl.load(record + 4 * batch), tl.load(record + 5 * batch)
-    queries, keys, each = tl.load(record + 6 * batch), tl.load(record + 7 * batch), tl.load(record + 8 * batch)
-    splits, slot = tl.load(record + 9 * batch), tl.load(record + 10 * batch)
-    return b, start_q, place, queries, keys, each, splits, slot
