@@ -38,6 +38,7 @@ LETTERS = {
     "forward_features_gluon_sm90": "F",
     "forward_triton": "T",
     "forward_masked_triton": "K",
+    "mixed_triton": "X",
 }
 CACHE_LETTERS = {"decode_gluon_sm90": "M", "decode_triton": "D"}
 BACKWARD_LETTERS = {"backward_gluon_sm90": "G", "backward_triton": "B", "backward_masked_triton": "K"}
@@ -72,6 +73,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "packed with a bias": {"packed": True, "bias": "fp32"},
     "packed queries over pages of 1": {"packed": True, "page_size": 1},
     "over pages of 16": {"packed": True, "page_size": 16},
+    "over pages with `num_splits` or `batch_invariant`": {"packed": True, "page_size": 16, "batch_invariant": True},
     "over pages with a window, softcap, sinks, ALiBi": {
         "packed": True, "page_size": 16, "window": (100, -1), "softcap": 30.0, "sinks": "bf16", "alibi": "fp32",
     },

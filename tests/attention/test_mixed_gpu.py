@@ -39,10 +39,10 @@ def test_every_case_of_the_interpreter(mixed, dtype):
 @pytest.mark.parametrize("dim", [(64, 64), (128, 128), (256, 256), (80, 80), (192, 128)], ids=str)
 def test_grid(dim, page_size, way):
     """Lengths around tiles and pages, prompts and tokens in one batch, 1 to 16 heads a group."""
-    heads = ((2, 2), (8, 2), (16, 1))[way]
+    heads, heads_kv = ((2, 2), (8, 2), (16, 1))[way]
     queries = (1, 1, 300, 1, 129, 4, 0, 1, 64, 33)
     keys = (2999, 1, 300, 64, 1100, 700, 40, 65, 4000, 34)
-    case = _V(queries, keys, *heads, *dim, "bf16", True, page_size=page_size, why="grid")
+    case = _V(queries, keys, heads, heads_kv, dim[0], dim[1], "bf16", True, page_size=page_size, why="grid")
     poison_allocator(1 << 22)
     check_mixed(Mixed(case, **WAYS[way]), "cuda")
 
@@ -58,7 +58,7 @@ def test_random_batches(seed):
         group, heads_kv = draw.choice([1, 4, 5, 8]), draw.choice([1, 2])
         causal = draw.random() < 0.7
         window = draw.choice([(-1, -1), (300, -1), (100, 50), (-1, 20)])
-        more = {"sinks": draw.choice(["", "bf16"]), "softcap": draw.choice([0.0, 10.0])}
+        more: dict[str, Any] = {"sinks": draw.choice(["", "bf16"]), "softcap": draw.choice([0.0, 10.0])}
         case = _V(
             queries, keys, group * heads_kv, heads_kv, 64, 64, "bf16", causal, window=window, why="random",
             page_size=draw.choice([16, 64]), **more,
@@ -84,7 +84,9 @@ def test_a_graph_replays_with_other_lengths_and_pages():
             given[name] = torch.nn.functional.pad(given[name], room)
         given["page_table"] = torch.nn.functional.pad(given["page_table"], (0, columns - given["page_table"].shape[1]))
         given["max_seqlen_q"], given["max_seqlen_k"] = 640, 2000
-    static = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in calls[0][1].items()}
+    static: dict[str, Any] = {
+        name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in calls[0][1].items()
+    }
 
     def run() -> Any:
         return flash_attention_varlen(**static, causal=True, return_lse=True, kernel=KERNEL)

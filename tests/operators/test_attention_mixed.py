@@ -21,19 +21,19 @@ SMALL: dict[str, Any] = {
 
 
 def test_the_suite_has_twelve_batches_that_ours_serves():
-    cases = load_suite("mixed").cases
-    assert len(cases) == 12
-    assert {case.problem.planned.page_size for case in cases} == {16, 64}
-    assert {case.problem.planned.head_dim for case in cases} == {64, 128}
-    for case in cases:
+    problems: list[Any] = [case.problem for case in load_suite("mixed").cases]
+    assert len(problems) == 12
+    assert {problem.planned.page_size for problem in problems} == {16, 64}
+    assert {problem.planned.head_dim for problem in problems} == {64, 128}
+    for problem in problems:
         for subject in OPERATOR.kernels:
-            assert OPERATOR.refusal(subject, case.problem, "H100") is None
-        names = [launch.pattern for launch in OPERATOR.plan("paged_mixed_triton", case.problem, SPECS["H100"]).launches]
+            assert OPERATOR.refusal(subject, problem, "H100") is None
+        names = [launch.pattern for launch in OPERATOR.plan("paged_mixed_triton", problem, SPECS["H100"]).launches]
         assert names[0] == "_plan_work_kernel"
 
 
 def test_answers_are_those_of_keys_in_a_row():
-    problem = OPERATOR.parse_case(SMALL)
+    problem: Any = OPERATOR.parse_case(SMALL)
     inputs = OPERATOR.make_inputs(problem, seed=3, device="cpu")
     assert pages_of(problem) == [4, 2, 1, 3]
     packed = keys_in_a_row(problem, inputs)
@@ -50,7 +50,7 @@ def test_answers_are_those_of_keys_in_a_row():
 
 def test_promised_grids_are_those_of_the_queries_of_a_case():
     """Fewer queries than the maxima allow take smaller grids."""
-    problem = OPERATOR.parse_case({**SMALL, "lengths": [1] * 30 + [500], "lengths_k": [600] * 31, "head_dim": 64})
+    problem: Any = OPERATOR.parse_case({**SMALL, "lengths": [1] * 30 + [500], "lengths_k": [600] * 31, "head_dim": 64})
     plan = OPERATOR.plan("paged_mixed_triton", problem, SPECS["H100"])
     kernels = OPERATOR.launches("paged_mixed_triton", problem, SPECS["H100"])
     assert [launch.grid for launch in plan.launches] == [kernel.grid for kernel in kernels]
@@ -60,7 +60,7 @@ def test_promised_grids_are_those_of_the_queries_of_a_case():
 
 
 def test_a_round_trip_and_a_refusal():
-    problem = OPERATOR.parse_case({**SMALL, "batch_invariant": True})
+    problem: Any = OPERATOR.parse_case({**SMALL, "batch_invariant": True})
     assert OPERATOR.parse_case(OPERATOR.as_table(problem)) == problem
     assert problem.describe().endswith("_page8_invariant")
     with pytest.raises(InputError, match="page_size must be 1 or more, got 0"):

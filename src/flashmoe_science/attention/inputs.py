@@ -36,7 +36,6 @@ TENSORS = (
 )  # fmt: skip
 DIFFERENTIABLE = ("q", "k", "v", "sinks", "bias")
 _TWO_INTS = [int, int]
-_SPLITS = [int, bool]
 _OF_MASK = ("mask_lists", "mask_bits")  # how long they are decides nothing
 _COUNTED = frozenset(
     ("q", "k", "v", "o", "do", "dk", "dv", "page_table")
@@ -317,17 +316,18 @@ def layouts_of(tensors: Mapping[str, Tensor], *, packed: bool) -> list[tuple[Any
 
 def check_all_options(options: Options) -> Options:
     """Return options in their types. Raises ``InputError``."""
-    causal, softmax_scale, window, softcap, max_seqlens, kernel, dropout_p, mask_sizes, *how, return_lse = options
+    causal, softmax_scale, window, softcap, max_seqlens, kernel, dropout_p, mask_sizes = options[:8]
+    splits, invariant, return_lse = options[8:]
     if (
-        type(causal) is type(return_lse) is bool and [*map(type, how)] == _SPLITS
-        and type(kernel) is str and type(window) is tuple  # type: ignore[redundant-expr] # callers may pass what types rule out
+        type(causal) is type(invariant) is type(return_lse) is bool and type(kernel) is str and type(window) is tuple  # type: ignore[redundant-expr] # callers may pass what types rule out
+        and type(splits) is int
         and type(softcap) is type(dropout_p) is float and (softmax_scale is None or type(softmax_scale) is float)
         and [*map(type, window)] == _TWO_INTS and 0 <= dropout_p < 1 and max(window) < 2**63
         and (max_seqlens is None or [*map(type, max_seqlens)] == _TWO_INTS)
     ):  # fmt: skip
         return options  # as nearly all are: nothing to convert or to refuse
     check_flag("return_lse", return_lse)
-    check_splits(*how)
+    check_splits(splits, invariant)
     if not isinstance(kernel, str):  # a plan checks the name
         check_kernel_name(kernel)  # type: ignore[unreachable] # callers may pass what types rule out
     for name, length in zip(("max_seqlen_q", "max_seqlen_k"), max_seqlens or (), strict=False):
@@ -342,7 +342,8 @@ def check_all_options(options: Options) -> Options:
         kernel,
         check_dropout(dropout_p),
         mask_sizes,
-        *how,
+        splits,
+        invariant,
         return_lse,
     )
 

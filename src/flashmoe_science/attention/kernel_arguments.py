@@ -266,6 +266,9 @@ class WorkQuotas(NamedTuple):
     many_least: Any
     num_splits: Any  # shares of every sequence, at most
     fixed_steps: Any  # of a share of a sequence of few rows
+    few_most: Any  # shares of a tile of few rows that there is room for
+    many_most: Any  # the same of many rows
+    most_tiles: Any  # of many rows of one sequence
 
 
 class MixedTiles(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -36,7 +36,7 @@ class MixedOperator(VarlenOperator):
     name = "attention_mixed"
     fresh = ("q", "k", "v")
     keys = {**VarlenOperator.keys, "page_size": int, "batch_invariant": bool}
-    required = ("lengths", "heads", "head_dim", "dtype", "page_size")
+    required: ClassVar[Sequence[str]] = ("lengths", "heads", "head_dim", "dtype", "page_size")
     omitted = {**VarlenOperator.omitted, "batch_invariant": False}
     kernels = {
         "flash_attention_paged": "auto",
@@ -79,8 +79,10 @@ class MixedOperator(VarlenOperator):
         counts = pages_of(problem)
         order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
         table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
-        for row, own in zip(table, order.split(counts), strict=True):
-            row[: len(own)] = own
+        first = 0
+        for row, count in zip(table, counts, strict=True):
+            row[:count] = order[first : first + count]
+            first += count
         return {**inputs, "page_table": table.to(device)}
 
     def arguments(self, problem: VarlenProblem, inputs: Inputs) -> tuple[list[torch.Tensor | int], dict[str, Any]]:
@@ -148,9 +150,7 @@ class MixedOperator(VarlenOperator):
 
     def instruction(self, plan: Any, kernel: str) -> str:
         """Return the matrix instruction that a kernel promises, as a pattern, or an empty text."""
-        if kernel == "_mixed_kernel":
-            return "*MMA*" if plan.problem.item_bytes == 2 else ""
-        return super().instruction(plan, kernel)
+        return "*MMA*" if plan.problem.item_bytes == 2 and kernel in ("_mixed_kernel", "_forward_kernel") else ""
 
 
 OPERATOR = MixedOperator()

@@ -44,7 +44,7 @@ class VarlenOperator(KernelOperator):
         "lengths": list, "lengths_k": list, "heads": int, "heads_kv": int, "head_dim": int, "head_dim_v": int,
         "dtype": str, "causal": bool, "softmax_scale": float,
     }  # fmt: skip
-    required = ("lengths", "heads", "head_dim", "dtype")
+    required: ClassVar[Sequence[str]] = ("lengths", "heads", "head_dim", "dtype")
     same_as = {"heads_kv": "heads", "head_dim_v": "head_dim", "lengths_k": "lengths"}
     kernels = {
         "flash_attention_varlen": "auto",

@@ -37,10 +37,13 @@ def _inner_keys(first_token, tokens, begin, end, diagonal, window, CALL: tl.cons
 
 @triton.jit
 def _store_output(
-    acc, l, m, sinks_ptr, o_ptr, lse_ptr, start_q, token, head, place, queries, heads, offs_dv, o_strides,
+    acc, l, m, sinks_ptr, o_ptr, lse_ptr, start_q, token, head, place, queries, heads, offs_dv, o_strides, place_lse,
     CALL: tl.constexpr,
 ):  # fmt: skip
-    """Store rows that have met all their keys. One that met none, or has no query, gets 0 and an LSE of -inf."""
+    """Store rows that have met all their keys. One that met none, or has no query, gets 0 and an LSE of -inf.
+
+    The LSE of queries from ``place_lse`` on is left to others.
+    """
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head, mask=token < queries, other=0.0).to(tl.float32)
         alpha, l, m = add_sink(sink, l, m)
@@ -56,7 +59,7 @@ def _store_output(
     tl.store(o_ptr + o_rows[:, None] + offs_dv[None, :], out.to(o_ptr.dtype.element_ty), mask=mask)
     if CALL.STORE_LSE:
         lse = tl.where(has_keys, (m + tl.log2(l)) / LOG2_E, -float("inf"))
-        tl.store(lse_ptr + row * heads + head, lse, mask=token < place)
+        tl.store(lse_ptr + row * heads + head, lse, mask=token < place_lse)
 
 
 @triton.jit
@@ -95,10 +98,10 @@ def _mixed_kernel(
     at, local = find_sequence(records_ptr, batch, pid // heads_kv, TILE.FIELD, TILE.BLOCK_B)
     if at >= batch:
         return
-    b, start_q, place, queries, keys, each, splits, slot = read_record(records_ptr, batch, at)
+    b, start_q, place, queries, keys, each, splits, slot, tiles = read_record(records_ptr, batch, at)
     tile, split = local // splits, local % splits
     if CALL.BOUND_RIGHT:  # tiles with the most keys first
-        tile = tl.cdiv(place * CALL.GROUP, BLOCK_M) - 1 - tile
+        tile = tiles - 1 - tile
     first_token = tile * BLOCK_M // CALL.GROUP
     last_token = (tile * BLOCK_M + BLOCK_M - 1) // CALL.GROUP
     begin, end = tile_keys(first_token, last_token, queries, keys, window, CALL.BOUND_LEFT, CALL.BOUND_RIGHT, BLOCK_N)
@@ -140,21 +143,24 @@ def _mixed_kernel(
             page = load_pages(table, start_n + BLOCK_N, offs_n, first_key, end, CALL.PAGE_SIZE, BLOCK_N)
             acc, l, m = attend_tile(
                 acc, l, m, q, k_ptrs, v_ptrs, start_n, token, offs_n, offs_d, offs_dv, first_key, end, diagonal,
-                window, scale, softcap, slope, page_of_tile, k_strides, v_strides, CALL, TILE.WIDE, True, True, CALL.BOUND_RIGHT, True,
+                window, scale, softcap, slope, page_of_tile, k_strides, v_strides, CALL, TILE.WIDE,
+                True, True, CALL.BOUND_RIGHT, True,
             )  # fmt: skip
     for start_n in tl.range(inside, unmasked, BLOCK_N, num_stages=TILE.NUM_STAGES):
         page_of_tile = page
         page = load_pages(table, start_n + BLOCK_N, offs_n, first_key, end, CALL.PAGE_SIZE, BLOCK_N)
         acc, l, m = attend_tile(
             acc, l, m, q, k_ptrs, v_ptrs, start_n, token, offs_n, offs_d, offs_dv, first_key, end, diagonal,
-            window, scale, softcap, slope, page_of_tile, k_strides, v_strides, CALL, TILE.WIDE, False, False, False, False,
+            window, scale, softcap, slope, page_of_tile, k_strides, v_strides, CALL, TILE.WIDE,
+            False, False, False, False,
         )  # fmt: skip
     for start_n in tl.range(unmasked, end, BLOCK_N, num_stages=1):
         page_of_tile = page
         page = load_pages(table, start_n + BLOCK_N, offs_n, first_key, end, CALL.PAGE_SIZE, BLOCK_N)
         acc, l, m = attend_tile(
             acc, l, m, q, k_ptrs, v_ptrs, start_n, token, offs_n, offs_d, offs_dv, first_key, end, diagonal,
-            window, scale, softcap, slope, page_of_tile, k_strides, v_strides, CALL, TILE.WIDE, True, False, CALL.BOUND_RIGHT, CALL.EMPTY_ROWS,
+            window, scale, softcap, slope, page_of_tile, k_strides, v_strides, CALL, TILE.WIDE,
+            True, False, CALL.BOUND_RIGHT, CALL.EMPTY_ROWS,
         )  # fmt: skip
 
     if count > 1:
@@ -170,36 +176,36 @@ def _mixed_kernel(
         return
     _store_output(
         acc, l, m, sinks_ptr, o_ptr, lse_ptr, start_q, token, head, place, queries, heads_kv * CALL.GROUP, offs_dv,
-        o_strides, CALL,
+        o_strides, place, CALL,
     )  # fmt: skip
 
 
 @triton.jit
-def _merge_row(
-    partials, first_part, row, splits, count, slot, h, heads_kv, block_m, offs_dv, DV: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+def _merge_rows(
+    partials, first_row, split_rows, count, offs_m, offs_dv, DV: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Return output, sum and maximum of one row over its shares, ``BLOCK_S`` at a time."""
-    m = tl.full([], -float("inf"), tl.float32)
-    l = tl.zeros([], tl.float32)
-    acc = tl.zeros([offs_dv.shape[0]], tl.float32)
-    tile, of_tile = row // block_m, row % block_m
+    """Return outputs, sums and maxima of some rows over ``count`` shares, ``BLOCK_S`` at a time, in order.
+
+    The partial results of a share lie ``split_rows`` rows behind those of the share before it.
+    """
+    m = tl.full([offs_m.shape[0]], -float("inf"), tl.float32)
+    l = tl.zeros([offs_m.shape[0]], tl.float32)
+    acc = tl.zeros([offs_m.shape[0], offs_dv.shape[0]], tl.float32)
     for start in tl.range(0, count, BLOCK_S):
         split = start + tl.arange(0, BLOCK_S)
-        present = split < count
-        part = ((slot + tile * splits + split) * heads_kv + h).to(tl.int64) * block_m + of_tile  # [BLOCK_S]
-        part += first_part
+        part = first_row + offs_m[:, None] + split[None, :].to(tl.int64) * split_rows  # [ROWS, BLOCK_S]
+        present = (split < count)[None, :] & (offs_m >= 0)[:, None]
         m_part = tl.load(partials.sums_ptr + 2 * part, mask=present, other=-float("inf"))
         l_part = tl.load(partials.sums_ptr + 2 * part + 1, mask=present, other=0.0)
-        o_ptrs = partials.o_ptr + part[:, None] * DV + offs_dv[None, :]
-        o_part = tl.load(o_ptrs, mask=present[:, None] & (offs_dv[None, :] < DV), other=0.0)
-        m_new = tl.maximum(m, tl.max(m_part, 0))
-        # A share without keys of this row has -inf; where all have it, -inf - -inf is NaN.
+        o_ptrs = partials.o_ptr + part[:, :, None] * DV + offs_dv[None, None, :]
+        o_part = tl.load(o_ptrs, mask=present[:, :, None] & (offs_dv < DV)[None, None, :], other=0.0)
+        m_new = tl.maximum(m, tl.max(m_part, 1))
+        # A share without keys of a row has -inf; where all have it, -inf - -inf is NaN.
         m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)
-        weight = tl.exp2(m_part - m_safe)
+        weight = tl.exp2(m_part - m_safe[:, None])
         alpha = tl.exp2(m - m_safe)
-        l = l * alpha + tl.sum(l_part * weight, 0)
-        acc = acc * alpha + tl.sum(o_part * weight[:, None], 0)
+        l = l * alpha + tl.sum(l_part * weight, 1)
+        acc = acc * alpha[:, None] + tl.sum(o_part * weight[:, :, None], 1)
         m = m_new
     return acc, l, m
 
@@ -232,34 +238,26 @@ def _merge_mixed_kernel(
     at, local = find_sequence(records_ptr, batch, pid // TILES_DV // heads_kv, 2, BLOCK_B)
     if at >= batch:
         return
-    _, start_q, place, queries, keys, each, splits, slot = read_record(records_ptr, batch, at)
+    _, start_q, place, queries, keys, each, splits, slot, _ = read_record(records_ptr, batch, at)
     few = place * CALL.GROUP <= TILES.FEW_ROWS
     block_m = tl.where(few, TILES.FEW_ROWS, TILES.MANY_ROWS)
     block_n = tl.where(few, TILES.FEW_KEYS, TILES.MANY_KEYS)
-    first_part = tl.where(few, 0, many_part)
+    tile = local * ROWS // block_m  # of all of its rows
+    begin, end = tile_keys(
+        tile * block_m // CALL.GROUP, (tile * block_m + block_m - 1) // CALL.GROUP, queries, keys, window,
+        CALL.BOUND_LEFT, CALL.BOUND_RIGHT, block_n,
+    )  # fmt: skip
+    count = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), block_n), each)
+    if count <= 1:  # the output is written
+        return
+    row = local * ROWS + tl.arange(0, ROWS)
+    token, head = row // CALL.GROUP, h * CALL.GROUP + row % CALL.GROUP
     offs_dv = first_column + tl.arange(0, COLUMNS)
-    heads = heads_kv * CALL.GROUP
-    for i in tl.static_range(ROWS):
-        row = local * ROWS + i
-        token, head = row // CALL.GROUP, h * CALL.GROUP + row % CALL.GROUP
-        first_row = row // block_m * block_m
-        begin, end = tile_keys(
-            first_row // CALL.GROUP, (first_row + block_m - 1) // CALL.GROUP, queries, keys, window, CALL.BOUND_LEFT,
-            CALL.BOUND_RIGHT, block_n,
-        )  # fmt: skip
-        count = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), block_n), each)
-        if (count > 1) & (token < place):  # else the output is written
-            acc, l, m = _merge_row(
-                partials, first_part, row, splits, count, slot, h, heads_kv, block_m, offs_dv, CALL.DV, BLOCK_S
-            )
-            if sinks_ptr is not None:
-                alpha, l, m = add_sink(tl.load(sinks_ptr + head).to(tl.float32), l, m)
-                acc *= alpha
-            has_keys = (l != 0) & (token < queries)
-            out = tl.where(has_keys, acc * tl.where(has_keys, 1.0 / l, 0.0), 0.0)
-            o_row = (start_q + token).to(tl.int64)
-            o_rows = o_row * o_strides.ROW + head.to(tl.int64) * o_strides.h * CALL.ALIGN_O
-            tl.store(o_ptr + o_rows + offs_dv, out.to(o_ptr.dtype.element_ty), mask=offs_dv < CALL.DV)
-            if CALL.STORE_LSE:
-                lse = tl.where(has_keys, (m + tl.log2(l)) / LOG2_E, -float("inf"))
-                tl.store(lse_ptr + o_row * heads + head, lse, mask=first_column == 0)
+    first_part = tl.where(few, 0, many_part) + ((slot + tile * splits) * heads_kv + h).to(tl.int64) * block_m
+    acc, l, m = _merge_rows(
+        partials, first_part, heads_kv * block_m, count, row - tile * block_m, offs_dv, CALL.DV, BLOCK_S
+    )
+    _store_output(
+        acc, l, m, sinks_ptr, o_ptr, lse_ptr, start_q, token, head, place, queries, heads_kv * CALL.GROUP, offs_dv,
+        o_strides, tl.where(first_column == 0, place, 0), CALL,
+    )  # fmt: skip

@@ -15,7 +15,7 @@ from ..forward.prepare import (
     row_strides,
     strides_of,
 )
-from ..kernel_arguments import ForwardCall, MixedTile, MixedTiles
+from ..kernel_arguments import ForwardCall, MixedTile, MixedTiles, WorkQuotas
 from ..problem import LOG2_E, AttentionProblem
 from ..tiles import ForwardConfig, MixedConfig, Plan, block_dim, cdiv
 from .attend_triton import _merge_mixed_kernel, _mixed_kernel
@@ -32,6 +32,7 @@ from .plan import (
     mixed_launches,
     mixed_sizes,
     mixed_slots,
+    most_splits,
     records_together,
     round_tokens,
     schedule_of,
@@ -115,7 +116,8 @@ def _work(plan: Plan, config: MixedConfig, sms: int, grid: tuple[int, int, int])
         quotas["num_splits"] = p.num_splits
     else:
         quotas["fixed_steps"] = fixed_steps(config.few)
-    names = ("few_slots", "many_slots", "few_least", "many_least", "num_splits", "fixed_steps")
+    quotas["few_most"], quotas["many_most"] = most_splits(p, config)
+    quotas["most_tiles"] = cdiv(p.seqlen_q * p.group, config.many.block_m) if config.has_many else 0
     window, constants = _window(p)
     pointers = {name: value for name, value in optional_pointers(p).items() if name.startswith("sequences.")}
     arguments: dict[str, Argument] = {
@@ -123,7 +125,7 @@ def _work(plan: Plan, config: MixedConfig, sms: int, grid: tuple[int, int, int])
         **pointers,
         "batch": Scalar("i32", p.batch),
         **window,
-        **{f"quotas.{name}": Scalar("i32", quotas[name]) if name in quotas else None for name in names},
+        **{f"quotas.{name}": Scalar("i32", quotas[name]) if name in quotas else None for name in WorkQuotas._fields},
     }
     source = kernel_source(
         _plan_work_kernel, arguments, {**constants, "TILES": _tiles(p, config), "BLOCK_B": WORK_SEQUENCES},

@@ -30,8 +30,8 @@ def read_record(records_ptr, batch, at):
     record = records_ptr + at
     b, start_q, place = tl.load(record + 3 * batch), tl.load(record + 4 * batch), tl.load(record + 5 * batch)
     queries, keys, each = tl.load(record + 6 * batch), tl.load(record + 7 * batch), tl.load(record + 8 * batch)
-    splits, slot = tl.load(record + 9 * batch), tl.load(record + 10 * batch)
-    return b, start_q, place, queries, keys, each, splits, slot
+    splits, slot, tiles = tl.load(record + 9 * batch), tl.load(record + 10 * batch), tl.load(record + 11 * batch)
+    return b, start_q, place, queries, keys, each, splits, slot, tiles
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..kernel_arguments import Sequences, Window, WorkQuotas
 
-RECORDS: tl.constexpr = tl.constexpr(11)  # int32 of a sequence
+RECORDS: tl.constexpr = tl.constexpr(12)  # int32 of a sequence
 
 
 @triton.jit
@@ -43,11 +43,14 @@ def _most_steps(keys, window, TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_
 
 
 @triton.jit
-def _work_of(place, keys, window, TILES: tl.constexpr):
-    """Return whether sequences have few rows, their row tiles of one K/V head, and the most steps of one."""
+def _work_of(place, keys, window, quotas, TILES: tl.constexpr):
+    """Return whether sequences have few rows, their row tiles of one K/V head, and the most steps of one.
+
+    Tiles of sequences that are longer than the host was told are left out: there is no room for them.
+    """
     rows = place * TILES.GROUP
     few = rows <= TILES.FEW_ROWS
-    tiles = tl.where(few, tl.minimum(rows, 1), tl.cdiv(rows, TILES.MANY_ROWS))
+    tiles = tl.where(few, tl.minimum(rows, 1), tl.minimum(tl.cdiv(rows, TILES.MANY_ROWS), quotas.most_tiles))
     steps = tl.where(
         few, _most_steps(keys, window, TILES, TILES.FEW_ROWS, TILES.FEW_KEYS),
         _most_steps(keys, window, TILES, TILES.MANY_ROWS, TILES.MANY_KEYS),
@@ -65,7 +68,16 @@ def _split(few, steps, few_quota, many_quota, quotas, TILES: tl.constexpr):
         each = tl.cdiv(steps, quotas.num_splits)
     else:  # by the length of the sequence alone
         each = tl.where(few, tl.minimum(quotas.fixed_steps, steps), steps)
+    # As many as there is room for, also where sequences have more keys than the host was told.
+    each = tl.maximum(each, tl.cdiv(steps, tl.where(few, quotas.few_most, quotas.many_most)))
     return each, tl.cdiv(steps, each)
+
+
+@triton.jit
+def _merges(place, few, tiles, splits, TILES: tl.constexpr):
+    """Return how many programs merge the shares of one K/V head."""
+    rows = tl.minimum(place * TILES.GROUP, tiles * tl.where(few, TILES.FEW_ROWS, TILES.MANY_ROWS))
+    return tl.where(splits > 1, tl.cdiv(rows, TILES.MERGE_ROWS), 0)
 
 
 @triton.jit
@@ -75,7 +87,7 @@ def _quotas(sequences, batch, window, quotas, TILES: tl.constexpr, BLOCK_B: tl.c
     many_steps = tl.zeros([BLOCK_B], tl.int64)
     for first in range(0, batch, BLOCK_B):
         _, place, _, keys = _read_lengths(sequences, first + tl.arange(0, BLOCK_B), batch)
-        few, tiles, steps = _work_of(place, keys, window, TILES)
+        few, tiles, steps = _work_of(place, keys, window, quotas, TILES)
         work = tiles.to(tl.int64) * steps
         few_steps += tl.where(few, work, 0)
         many_steps += tl.where(few, 0, work)
@@ -104,20 +116,20 @@ def _plan_work_kernel(
         few_quota, many_quota = _quotas(sequences, batch, window, quotas, TILES, BLOCK_B)
     b = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
     start_q, place, queries, keys = _read_lengths(sequences, b, batch)
-    few, tiles, steps = _work_of(place, keys, window, TILES)
+    few, tiles, steps = _work_of(place, keys, window, quotas, TILES)
     each, splits = _split(few, steps, few_quota, many_quota, quotas, TILES)
     rank = tl.zeros([BLOCK_B], tl.int32)
     few_end = tl.where(few, tiles * splits, 0)
     many_end = tl.where(few, 0, tiles * splits)
-    merge_end = tl.where(splits > 1, tl.cdiv(place * TILES.GROUP, TILES.MERGE_ROWS), 0)
+    merge_end = _merges(place, few, tiles, splits, TILES)
     few_slot = tl.zeros([BLOCK_B], tl.int32)
     many_slot = tl.zeros([BLOCK_B], tl.int32)
     for first in range(0, batch, BLOCK_B):
         other = first + tl.arange(0, BLOCK_B)
         _, other_place, _, other_keys = _read_lengths(sequences, other, batch)
-        other_few, other_tiles, other_steps = _work_of(other_place, other_keys, window, TILES)
+        other_few, other_tiles, other_steps = _work_of(other_place, other_keys, window, quotas, TILES)
         _, other_splits = _split(other_few, other_steps, few_quota, many_quota, quotas, TILES)
-        other_units = tl.where(other_splits > 1, tl.cdiv(other_place * TILES.GROUP, TILES.MERGE_ROWS), 0)
+        other_merges = _merges(other_place, other_few, other_tiles, other_splits, TILES)
         items = other_tiles * other_splits
         few_items, many_items = tl.where(other_few, items, 0), tl.where(other_few, 0, items)
         more = other_keys[None, :] > keys[:, None]
@@ -126,7 +138,7 @@ def _plan_work_kernel(
         rank += tl.sum(before.to(tl.int32), 1)
         few_end += tl.sum(tl.where(before, few_items[None, :], 0), 1)
         many_end += tl.sum(tl.where(before, many_items[None, :], 0), 1)
-        merge_end += tl.sum(tl.where(before, other_units[None, :], 0), 1)
+        merge_end += tl.sum(tl.where(before, other_merges[None, :], 0), 1)
         kept = before & (other_splits > 1)[None, :]  # partial results
         few_slot += tl.sum(tl.where(kept, few_items[None, :], 0), 1)
         many_slot += tl.sum(tl.where(kept, many_items[None, :], 0), 1)
@@ -143,3 +155,4 @@ def _plan_work_kernel(
     tl.store(place_of + 8 * batch, each, mask=mask)  # steps of a share of the keys
     tl.store(place_of + 9 * batch, splits, mask=mask)  # of each of its row tiles, at most
     tl.store(place_of + 10 * batch, tl.where(few, few_slot, many_slot), mask=mask)  # its first partial result
+    tl.store(place_of + 11 * batch, tiles, mask=mask)  # its row tiles of one K/V head
