@@ -41,6 +41,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "head_dim": 32,
         "head_dim_v": 16,
         "page_size": 16,
+    },
     "attention_mixed": {
         "lengths": [5, 0, 17],
         "lengths_k": [9, 3, 17],
