@@ -69,18 +69,21 @@ MIXED_CASES = [
 
 
 def check_mixed(
-    mixed: Mixed, device: str = "cpu", poison: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    mixed: Mixed,
+    device: str = "cpu",
+    poison: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    kernel: str = KERNEL,
 ) -> None:
     """Compare every sequence with fp64, and the same call without an LSE and in another memory layout bit for bit."""
-    case = mixed.case
+    case, asked = mixed.case, {**mixed.options, "kernel": kernel}
     inputs, options = make_packed(case, device), make_features(case, device)
     given = make_paged(case, inputs)
     with poison():
-        o, lse = flash_attention_varlen(**given, **options, **mixed.options, return_lse=True)
+        o, lse = flash_attention_varlen(**given, **options, **asked, return_lse=True)
         apart = {name: torch.stack((given[name], given[name]), 1)[:, 1] for name in "q"}
         apart |= {name: given[name].transpose(1, 2).contiguous().transpose(1, 2) for name in "kv"}
         apart["page_table"] = torch.nn.functional.pad(given["page_table"], (0, 3))[:, :-3]
-        again = flash_attention_varlen(**{**given, **apart}, **options, **mixed.options)
+        again = flash_attention_varlen(**{**given, **apart}, **options, **asked)
     assert_varlen_right(o, lse, inputs, options)
     rows = slice(0, sum(case.seqlens_q))
     assert torch.equal(again[rows], o[rows]), "another memory layout gives other bits"

@@ -10,8 +10,8 @@ import torch
 from flashmoe_science import InputError, flash_attention_varlen
 from flashmoe_science.attention import reference
 from flashmoe_science.gpu.specs import SPECS
-from flashmoe_science.operators.attention_mixed import OPERATOR
 from flashmoe_science.operators.baselines.attention_mixed import keys_in_a_row, pages_of
+from flashmoe_science.operators.packed.attention_mixed import OPERATOR
 from flashmoe_science.proof.subject.suites import load_suite
 
 SMALL: dict[str, Any] = {

@@ -275,6 +275,7 @@ class MixedTiles(NamedTuple):
     """Constants of a mixed batch: sequences of up to FEW_ROWS rows a K/V head have one tile of so many."""
 
     GROUP: int  # query heads that share one K/V head
+    MANY_GROUP: int  # of them in one tile of many rows: all, or one
     FEW_ROWS: int
     FEW_KEYS: int  # of one step
     MANY_ROWS: int

@@ -9,7 +9,7 @@ MODULES = {
     "attention_cache": "attention_decode",
     "attention_masked": "attention_masked",
     "attention_sparse": "attention_sparse",
-    "attention_mixed": "attention_mixed",
+    "attention_mixed": "packed.attention_mixed",
     "attention_train": "attention_step",
     "attention_varlen": "attention_varlen",
     "attention_varlen_backward": "attention_varlen_backward",

@@ -17,11 +17,11 @@ from ..errors import InputError
 from ..gpu.planning import Work
 from ..gpu.specs import GpuSpec
 from .attention import OPERATOR as FIXED, AttentionOperator
-from .attention_varlen_problem import VarlenProblem, make_problem
 from .base import DTYPES, KernelOperator, standard_normal
 from .baselines.attention_varlen import BASELINES
 from .baselines.base import Inputs
 from .error_scale import Scale
+from .packed.problem import VarlenProblem, make_problem
 from .stress import OF_VALUES, stress_attention
 
 if TYPE_CHECKING:

@@ -24,9 +24,9 @@ from ..gpu.planning import Work
 from ..gpu.specs import GpuSpec
 from .attention_backward import OPERATOR as FIXED, OUTPUTS, BackwardOperator
 from .attention_varlen import OPERATOR as FORWARD, VarlenOperator
-from .attention_varlen_problem import VarlenProblem
 from .baselines.attention_varlen_backward import BASELINES
 from .baselines.base import Inputs
+from .packed.problem import VarlenProblem
 
 if TYPE_CHECKING:
     from ..gpu.identity import PlannedSource

@@ -182,19 +182,19 @@ def _mixed_kernel(
 
 @triton.jit
 def _merge_rows(
-    partials, first_row, split_rows, count, offs_m, offs_dv, DV: tl.constexpr, BLOCK_S: tl.constexpr,
+    partials, first, split_rows, count, offs_dv, DV: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Return outputs, sums and maxima of some rows over ``count`` shares, ``BLOCK_S`` at a time, in order.
 
-    The partial results of a share lie ``split_rows`` rows behind those of the share before it.
+    The partial results of the first share are rows ``first``, those of each share ``split_rows`` behind those before.
     """
-    m = tl.full([offs_m.shape[0]], -float("inf"), tl.float32)
-    l = tl.zeros([offs_m.shape[0]], tl.float32)
-    acc = tl.zeros([offs_m.shape[0], offs_dv.shape[0]], tl.float32)
+    m = tl.full([first.shape[0]], -float("inf"), tl.float32)
+    l = tl.zeros([first.shape[0]], tl.float32)
+    acc = tl.zeros([first.shape[0], offs_dv.shape[0]], tl.float32)
     for start in tl.range(0, count, BLOCK_S):
         split = start + tl.arange(0, BLOCK_S)
-        part = first_row + offs_m[:, None] + split[None, :].to(tl.int64) * split_rows  # [ROWS, BLOCK_S]
-        present = (split < count)[None, :] & (offs_m >= 0)[:, None]
+        part = first[:, None] + split[None, :].to(tl.int64) * split_rows  # [ROWS, BLOCK_S]
+        present = (split < count)[None, :] & (first >= 0)[:, None]
         m_part = tl.load(partials.sums_ptr + 2 * part, mask=present, other=-float("inf"))
         l_part = tl.load(partials.sums_ptr + 2 * part + 1, mask=present, other=0.0)
         o_ptrs = partials.o_ptr + part[:, :, None] * DV + offs_dv[None, None, :]
@@ -242,21 +242,27 @@ def _merge_mixed_kernel(
     few = place * CALL.GROUP <= TILES.FEW_ROWS
     block_m = tl.where(few, TILES.FEW_ROWS, TILES.MANY_ROWS)
     block_n = tl.where(few, TILES.FEW_KEYS, TILES.MANY_KEYS)
-    tile = local * ROWS // block_m  # of all of its rows
+    group = tl.where(few, CALL.GROUP, TILES.MANY_GROUP)  # heads of a tile
+    row = local * ROWS + tl.arange(0, ROWS)  # token by token, all in one tile
+    token, head = row // CALL.GROUP, row % CALL.GROUP
+    tile = local * ROWS // CALL.GROUP * group // block_m
+    if TILES.MANY_GROUP == CALL.GROUP:
+        tile = local * ROWS // block_m
     begin, end = tile_keys(
-        tile * block_m // CALL.GROUP, (tile * block_m + block_m - 1) // CALL.GROUP, queries, keys, window,
-        CALL.BOUND_LEFT, CALL.BOUND_RIGHT, block_n,
+        tile * block_m // group, (tile * block_m + block_m - 1) // group, queries, keys, window, CALL.BOUND_LEFT,
+        CALL.BOUND_RIGHT, block_n,
     )  # fmt: skip
     count = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), block_n), each)
     if count <= 1:  # the output is written
         return
-    row = local * ROWS + tl.arange(0, ROWS)
-    token, head = row // CALL.GROUP, h * CALL.GROUP + row % CALL.GROUP
+    tiles_of_token = heads_kv * (CALL.GROUP // group)  # one for each head, or for all heads of a K/V head
+    of_tile = tl.where(group == 1, token, row) - tile * block_m
+    its_tile = tl.where(group == CALL.GROUP, h, h * CALL.GROUP + head)
+    first_part = tl.where(few, 0, many_part) + (slot + tile * splits).to(tl.int64) * tiles_of_token * block_m
+    part = first_part + its_tile.to(tl.int64) * block_m + of_tile
+    head += h * CALL.GROUP
     offs_dv = first_column + tl.arange(0, COLUMNS)
-    first_part = tl.where(few, 0, many_part) + ((slot + tile * splits) * heads_kv + h).to(tl.int64) * block_m
-    acc, l, m = _merge_rows(
-        partials, first_part, heads_kv * block_m, count, row - tile * block_m, offs_dv, CALL.DV, BLOCK_S
-    )
+    acc, l, m = _merge_rows(partials, part, (tiles_of_token * block_m).to(tl.int64), count, offs_dv, CALL.DV, BLOCK_S)
     _store_output(
         acc, l, m, sinks_ptr, o_ptr, lse_ptr, start_q, token, head, place, queries, heads_kv * CALL.GROUP, offs_dv,
         o_strides, tl.where(first_column == 0, place, 0), CALL,

@@ -33,11 +33,13 @@ def _read_lengths(sequences, b, batch):
 
 
 @triton.jit
-def _most_steps(keys, window, TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _most_steps(
+    keys, window, TILES: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
     """Return the most steps over keys that a row tile of ``BLOCK_M`` rows makes."""
     steps = tl.cdiv(keys, BLOCK_N)
     if TILES.BOUND_LEFT and TILES.BOUND_RIGHT:  # the keys between both bounds may start inside of a step
-        seen = window.left + window.right + BLOCK_M // TILES.GROUP + 2
+        seen = window.left + window.right + BLOCK_M // GROUP + 2
         steps = tl.minimum(steps, tl.cdiv(seen, BLOCK_N) + 1)
     return tl.maximum(steps, 1)
 
@@ -50,10 +52,11 @@ def _work_of(place, keys, window, quotas, TILES: tl.constexpr):
     """
     rows = place * TILES.GROUP
     few = rows <= TILES.FEW_ROWS
-    tiles = tl.where(few, tl.minimum(rows, 1), tl.minimum(tl.cdiv(rows, TILES.MANY_ROWS), quotas.most_tiles))
+    many = tl.minimum(tl.cdiv(place * TILES.MANY_GROUP, TILES.MANY_ROWS), quotas.most_tiles)
+    tiles = tl.where(few, tl.minimum(rows, 1), many)
     steps = tl.where(
-        few, _most_steps(keys, window, TILES, TILES.FEW_ROWS, TILES.FEW_KEYS),
-        _most_steps(keys, window, TILES, TILES.MANY_ROWS, TILES.MANY_KEYS),
+        few, _most_steps(keys, window, TILES, TILES.GROUP, TILES.FEW_ROWS, TILES.FEW_KEYS),
+        _most_steps(keys, window, TILES, TILES.MANY_GROUP, TILES.MANY_ROWS, TILES.MANY_KEYS),
     )  # fmt: skip
     return few, tiles, steps
 
@@ -76,7 +79,9 @@ def _split(few, steps, few_quota, many_quota, quotas, TILES: tl.constexpr):
 @triton.jit
 def _merges(place, few, tiles, splits, TILES: tl.constexpr):
     """Return how many programs merge the shares of one K/V head."""
-    rows = tl.minimum(place * TILES.GROUP, tiles * tl.where(few, TILES.FEW_ROWS, TILES.MANY_ROWS))
+    rows = tl.minimum(
+        place * TILES.GROUP, tiles * tl.where(few, TILES.FEW_ROWS, TILES.MANY_ROWS * (TILES.GROUP // TILES.MANY_GROUP))
+    )
     return tl.where(splits > 1, tl.cdiv(rows, TILES.MERGE_ROWS), 0)
 
 

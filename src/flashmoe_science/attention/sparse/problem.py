@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass
 
 from ...errors import InputError
-from ..decode.problem import MAX_SPLITS
-from ..problem import ITEM_BYTES, LARGEST_SCALE, LOG2_E, Strides, dense_strides, output_strides
+from ..problem import ITEM_BYTES, LARGEST_SCALE, LOG2_E, MAX_SPLITS, Strides, dense_strides, output_strides
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..attention_varlen_problem import VarlenProblem
+from ..packed.problem import VarlenProblem
 from .attention_varlen import TorchVarlen
 from .base import FA3, Baseline, Bound, Call, FlashAttentionBaseline, Inputs, MemoryCopy, by_name, first_tensor
 

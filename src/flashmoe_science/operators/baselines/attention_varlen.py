@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
 
-from ..attention_varlen_problem import VarlenProblem
+from ..packed.problem import VarlenProblem
 from .base import (
     FA2,
     FA3,

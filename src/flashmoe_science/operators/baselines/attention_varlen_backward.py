@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..attention_varlen_problem import VarlenProblem
+from ..packed.problem import VarlenProblem
 from .attention_backward import BackwardMatrixProduct, FlashAttention4
 from .attention_varlen import TorchVarlen
 from .base import ONLY_16_BIT, Bound, Call, Inputs, by_name

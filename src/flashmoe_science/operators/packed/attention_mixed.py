@@ -9,25 +9,29 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ..attention.mixed.plan import MIXED_KERNEL, mixed_launches
-from ..attention.tiles import MixedConfig, Plan
-from ..attention.varlen import flash_attention_varlen
-from ..errors import InputError
-from ..gpu.planning import PlannedLaunch, Work
-from ..gpu.specs import GpuSpec, find_gpu
-from .attention_varlen import VarlenOperator
-from .attention_varlen_problem import VarlenProblem
-from .baselines.attention_mixed import BASELINES, keys_in_a_row, pages_of
-from .baselines.base import Inputs
-from .error_scale import Scale
-from .stress import stress_attention
+from ...attention.mixed.plan import MIXED_HOPPER_KERNEL, MIXED_KERNEL, mixed_launches
+from ...attention.tiles import MixedConfig, Plan
+from ...attention.varlen import flash_attention_varlen
+from ...errors import InputError
+from ...gpu.planning import PlannedLaunch, Work
+from ...gpu.specs import GpuSpec, find_gpu
+from ..attention_varlen import VarlenOperator
+from ..baselines.attention_mixed import BASELINES, keys_in_a_row, pages_of
+from ..baselines.base import Inputs
+from ..error_scale import Scale
+from ..stress import stress_attention
+from .problem import VarlenProblem
 
 if TYPE_CHECKING:
-    from ..gpu.identity import PlannedSource
+    from ...gpu.identity import PlannedSource
 
 flash_attention_paged = functools.partial(flash_attention_varlen, kernel="auto")
 paged_mixed_triton = functools.partial(flash_attention_varlen, kernel=MIXED_KERNEL)
+paged_mixed_gluon_sm90 = functools.partial(flash_attention_varlen, kernel=MIXED_HOPPER_KERNEL)
 paged_forward_triton = functools.partial(flash_attention_varlen, kernel="forward_triton")
+
+
+_MULTIPLYING = ("_mixed_kernel", "_many_sm90_kernel", "_forward_kernel")
 
 
 class MixedOperator(VarlenOperator):
@@ -41,6 +45,7 @@ class MixedOperator(VarlenOperator):
     kernels = {
         "flash_attention_paged": "auto",
         "paged_mixed_triton": MIXED_KERNEL,
+        "paged_mixed_gluon_sm90": MIXED_HOPPER_KERNEL,
         "paged_forward_triton": "forward_triton",
     }
     public_module = ""
@@ -127,22 +132,22 @@ class MixedOperator(VarlenOperator):
         """Return the kernels of a plan, of as many queries as the maxima allow."""
         if not isinstance(plan.config, MixedConfig):
             return super().prepare(plan)
-        from ..attention.mixed.prepare import prepare_mixed
+        from ...attention.mixed.prepare import prepare_mixed
 
         return prepare_mixed(plan, find_gpu(plan.gpu).sms, plan.problem.batch * plan.problem.seqlen_q)
 
     def launches(self, subject: str, problem: VarlenProblem, gpu: GpuSpec) -> Sequence[PlannedSource]:
         """Return the launches of one call on ``gpu``, in order. Raises ``UnsupportedError``."""
-        from ..attention.mixed.prepare import prepare_mixed
+        from ...attention.mixed.prepare import prepare_mixed
 
         plan = self.plan(subject, problem, gpu)
         if not isinstance(plan.config, MixedConfig):
             return self.prepare(plan)
-        return prepare_mixed(plan, gpu.sms, problem.tokens[0])
+        return prepare_mixed(plan, gpu.sms, problem.tokens[0], sum(pages_of(problem)))
 
     def _compiled(self, subject: str, problem: VarlenProblem, gpu: GpuSpec) -> Iterator[tuple[PlannedLaunch, str, Any]]:
         """Yield each launch of the plan, its kernel's name, and the kernel as Triton compiled it."""
-        from ..gpu.compile import compile_kernel
+        from ...gpu.compile import compile_kernel
 
         plan = self.plan(subject, problem, gpu)
         for launch, kernel in zip(plan.launches, self.launches(subject, problem, gpu), strict=True):
@@ -150,7 +155,7 @@ class MixedOperator(VarlenOperator):
 
     def instruction(self, plan: Any, kernel: str) -> str:
         """Return the matrix instruction that a kernel promises, as a pattern, or an empty text."""
-        return "*MMA*" if plan.problem.item_bytes == 2 and kernel in ("_mixed_kernel", "_forward_kernel") else ""
+        return "*MMA*" if plan.problem.item_bytes == 2 and kernel in _MULTIPLYING else ""
 
 
 OPERATOR = MixedOperator()

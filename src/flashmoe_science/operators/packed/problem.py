@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..attention.packed import planned_length
-from ..attention.problem import AttentionProblem
-from ..errors import InputError
+from ...attention.packed import planned_length
+from ...attention.problem import AttentionProblem
+from ...errors import InputError
 
 
 @dataclass(frozen=True)

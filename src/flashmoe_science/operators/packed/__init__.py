@@ -1,0 +1,1 @@
+"""Packed sequences: their problem, and operators over pages."""
