@@ -209,7 +209,8 @@ def test_runs_warns_of_a_broken_file_and_goes_on(run, repository):
 
 
 @pytest.mark.triton
-def test_explain_gives_the_plan_and_what_the_compiler_says(run):
+def test_explain_gives_the_plan_and_what_the_compiler_says(run, monkeypatch):
+    monkeypatch.setattr("flashmoe_science.gpu.compile.compile_kernel", None)  # another process compiles
     code, out, err = run("explain", "--shape", "1,1,64,64", "--gpu", "L4")
     assert (code, err) == (0, "compiling for L4\n")
     assert out.startswith("b1_h1_s64_d64_fp16 on L4: ")
@@ -219,10 +220,34 @@ def test_explain_gives_the_plan_and_what_the_compiler_says(run):
 
 
 @pytest.mark.triton
-def test_explain_compiles_in_a_process_of_its_own(run, monkeypatch):
-    monkeypatch.setattr("flashmoe_science.gpu.compile.compile_kernel", None)
-    code, out, _ = run("explain", "--shape", "1,1,64,64", "--gpu", "L4")
-    assert (code, "registers a thread" in out) == (0, True)
+@pytest.mark.parametrize(
+    ("call", "kernels"),
+    [
+        (["--shape", "1,4,16,64", "--backward"], {"_prepare_backward_kernel", "_backward_sm90_kernel"}),
+        pytest.param(
+            ["--shape", "16,128,1,576", "--cache", "--mla", "--page-size", "64", "--seqlen-k", "8192"],
+            {"_decode_sm90_kernel", "_merge_splits_kernel"},
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            ["--experts", "4096,16,2,256,128", "--backward"], {"_weights_sm90_kernel"}, marks=pytest.mark.exhaustive
+        ),
+    ],
+)
+def test_explain_compiles_every_kind_of_call(run, call, kernels):
+    code, out, _ = run("explain", *call, "--dtype", "bf16", "--gpu", "H200", "--json")
+    found = json.loads(out)
+    assert (code, found["fits"]) == (0, True)
+    assert kernels <= {each["kernel"] for each in found["compiled"]}
+    assert found["compiled"][0]["registers"] > 0
+
+
+@pytest.fixture
+def plan_of(run, monkeypatch):
+    """Return the plan that ``flashmoe explain`` gives; nothing is compiled."""
+    answer = TaskResult(ok=True, data={"compiled": []}, reason="", seconds=0.0, output_tail="")
+    monkeypatch.setattr("flashmoe_science.proof.worker.run_task", lambda *_, **__: answer)
+    return lambda *call: json.loads(run("explain", *call, "--json")[1])["plan"]
 
 
 def test_explain_says_why_a_kernel_does_not_compile(run, monkeypatch):
@@ -232,61 +257,32 @@ def test_explain_says_why_a_kernel_does_not_compile(run, monkeypatch):
     assert (code, err) == (3, "compiling for L4\nerror: no\nhint: yes\n")
 
 
-@pytest.mark.triton
-def test_explain_takes_every_size(run):
+def test_explain_takes_every_size(plan_of):
     sizes = ["--kv-heads", "2", "--seqlen-k", "65", "--head-dim-v", "80", "--dtype", "bf16", "--causal"]
-    document = json.loads(run("explain", "--shape", "1,4,16,64", *sizes, "--gpu", "A100", "--json")[1])
-    problem = document["plan"]["problem"]
-    assert [problem[key] for key in ("heads_kv", "seqlen_k", "head_dim_v", "dtype", "causal")] == [
-        2,
-        65,
-        80,
-        "bf16",
-        True,
-    ]
-    assert document["fits"] is True
-    assert document["compiled"][0]["registers"] > 0
+    problem = plan_of("--shape", "1,4,16,64", *sizes, "--gpu", "A100")["problem"]
+    wanted = {"heads_kv": 2, "seqlen_k": 65, "head_dim_v": 80, "dtype": "bf16", "causal": True}
+    assert {key: problem[key] for key in wanted} == wanted
 
 
-@pytest.mark.triton
-def test_explain_of_a_call_with_a_cache(run):
-    call = ("explain", "--shape", "16,128,1,576", "--cache", "--mla", "--dtype", "bf16", "--gpu", "H200", "--json")
-    code, out, _ = run(*call, "--page-size", "64", "--seqlen-k", "8192")
-    found = json.loads(out)
-    assert (code, found["plan"]["kernel"], found["fits"]) == (0, "decode_gluon_sm90", True)
-    problem = found["plan"]["problem"]
+def test_explain_of_a_call_with_a_cache(plan_of):
+    call = ("--shape", "16,128,1,576", "--cache", "--mla", "--dtype", "bf16", "--gpu", "H200", "--seqlen-k", "8192")
+    found = plan_of(*call, "--page-size", "64")
+    assert found["kernel"] == "decode_gluon_sm90"
+    problem = found["problem"]
     assert [problem[key] for key in ("heads_kv", "head_dim_v", "capacity", "page_size")] == [1, 512, 8192, 64]
     assert problem["shared_kv"]
-    assert [each["kernel"] for each in found["compiled"]] == ["_decode_sm90_kernel", "_merge_splits_kernel"]
-    plan = json.loads(run(*call, "--page-size", "16", "--seqlen-k", "8192", "--batch-invariant")[1])["plan"]
+    plan = plan_of(*call, "--page-size", "16", "--batch-invariant")
     assert (plan["kernel"], plan["shares"]["schedule"]) == ("decode_triton", "own length")
-    plain = (
-        "explain",
-        "--shape",
-        "2,8,3,64",
-        "--cache",
-        "--kv-heads",
-        "2",
-        "--seqlen-k",
-        "100",
-        "--causal",
-        "--gpu",
-        "L4",
-    )
-    problem = json.loads(run(*plain, "--json")[1])["plan"]["problem"]
+    plain = ("--shape", "2,8,3,64", "--cache", "--kv-heads", "2", "--seqlen-k", "100", "--causal", "--gpu", "L4")
+    problem = plan_of(*plain)["problem"]
     assert (problem["heads_kv"], problem["capacity"], problem["page_size"], problem["shared_kv"]) == (2, 100, 0, False)
 
 
-@pytest.mark.triton
-def test_explain_of_experts(run):
-    sizes = ("explain", "--experts", "4096,16,2,256,128", "--dtype", "bf16", "--gpu", "H200", "--json")
-    plan = json.loads(run(*sizes, "--activation", "geglu")[1])["plan"]
-    assert plan["kernel"] == "grouped_gluon_sm90"
-    assert plan["problem"]["activation"] == "geglu"
-    code, out, _ = run(*sizes, "--backward")
-    found = json.loads(out)
-    assert (code, found["plan"]["kernel"], found["fits"]) == (0, "moe_backward_gluon_sm90", True)
-    assert "_weights_sm90_kernel" in [each["kernel"] for each in found["compiled"]]
+def test_explain_of_experts(plan_of):
+    sizes = ("--experts", "4096,16,2,256,128", "--dtype", "bf16", "--gpu", "H200")
+    plan = plan_of(*sizes, "--activation", "geglu")
+    assert (plan["kernel"], plan["problem"]["activation"]) == ("grouped_gluon_sm90", "geglu")
+    assert plan_of(*sizes, "--backward")["kernel"] == "moe_backward_gluon_sm90"
 
 
 @pytest.mark.parametrize(

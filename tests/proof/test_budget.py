@@ -21,9 +21,7 @@ from .chain import (
     GPU,
     HONEST,
     SHORT,
-    FakeGpu,
     Recorder,
-    environment_with,
     gate_of,
     measured,
     request_of,
@@ -40,15 +38,6 @@ SECONDS: dict[GateName, float] = {
     "bench": 20.0,
 }  # that the stand-ins say they held the GPU for
 DOLLARS_A_SECOND = 0.001
-
-
-@pytest.fixture
-def gpu(monkeypatch, tmp_path):
-    fake = FakeGpu()
-    monkeypatch.setattr(chain, "_read_environment", lambda: environment_with(GPU))
-    monkeypatch.setattr(run, "run_task", fake.run)
-    monkeypatch.setitem(chain._GATES, "import", lambda _: run.passed("left out"))
-    return fake
 
 
 @pytest.fixture

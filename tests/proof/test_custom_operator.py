@@ -23,12 +23,9 @@ from flashmoe_science.proof.subject.suites import load_suite
 
 from .chain import environment_with, gate_of, run_chain, statuses
 
+pytestmark = pytest.mark.usefixtures("own_path")
+
 FOLDER = Path(__file__).parents[2] / "examples" / "rms_norm"
-
-
-@pytest.fixture(autouse=True)
-def restore_path(monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
 
 
 @pytest.fixture

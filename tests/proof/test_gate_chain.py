@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 import pytest
@@ -23,7 +22,6 @@ from .chain import (
     Recorder,
     attention,
     attention_request,
-    environment_with,
     gate_of,
     request_of,
     run_chain,
@@ -33,13 +31,9 @@ from .chain import (
 )
 from .fake_operator import Problem
 
+pytestmark = pytest.mark.usefixtures("no_gpu")
+
 HONEST_CODE = "from tests.proof.fake_operator import attend\n"
-
-
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch):
-    monkeypatch.setattr(chain, "_read_environment", lambda: environment_with(None))
-    monkeypatch.setattr(sys, "path", list(sys.path))  # an operator of the user's own adds the subject's folder
 
 
 def test_machine_without_gpu_shows_what_it_can(tmp_path):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from flashmoe_science.proof.gates import chain, run
+from flashmoe_science.proof.gates import chain
 from flashmoe_science.proof.gates.speed import pool_rounds
 from flashmoe_science.proof.records.documents import read_record, write_record
 from flashmoe_science.proof.records.evidence import CaseRecord, Rounds, Settings, Work, rates_of
@@ -28,15 +28,6 @@ from .chain import (
 from .fake_operator import Problem
 
 LONGER = replace(SHORT, seqlen_q=66)
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    fake = FakeGpu()
-    monkeypatch.setattr(chain, "_read_environment", lambda: environment_with(GPU))
-    monkeypatch.setattr(run, "run_task", fake.run)
-    monkeypatch.setitem(chain._GATES, "import", lambda _: run.passed("left out"))
-    return fake
 
 
 def prove(*problems, recorder=None, **changes):

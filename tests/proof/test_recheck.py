@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from .chain import (
     SHORT as SHORT_PROBLEM,
     attention,
     attention_request,
-    environment_with,
     gate_of,
     request_of,
     run_chain,
@@ -50,9 +48,7 @@ def attend(q, k, v, *, causal=False, softmax_scale=None):
 
 
 @pytest.fixture(autouse=True)
-def no_gpu(monkeypatch):
-    monkeypatch.setattr(chain, "_read_environment", lambda: environment_with(None))
-    monkeypatch.setattr(sys, "path", list(sys.path))
+def no_import(monkeypatch, no_gpu):
     monkeypatch.setitem(chain._GATES, "import", lambda _: passed("left out: it takes seconds"))
 
 

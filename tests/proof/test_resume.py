@@ -16,7 +16,6 @@ from .chain import (
     GPU,
     HONEST,
     SHORT,
-    FakeGpu,
     Recorder,
     environment_with,
     gate_of,
@@ -32,15 +31,6 @@ STEPS = [(process, kinds) for process in range(3) for kinds in (["graph", "wall"
 
 class PreemptedError(Exception):
     """The machine is gone."""
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    fake = FakeGpu()
-    monkeypatch.setattr(chain, "_read_environment", lambda: environment_with(GPU))
-    monkeypatch.setattr(run, "run_task", fake.run)
-    monkeypatch.setitem(chain._GATES, "import", lambda _: run.passed("left out"))
-    return fake
 
 
 def request(settings=FULL, subject=HONEST, **changes):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from flashmoe_science.proof.records.evidence import Settings
 from flashmoe_science.proof.subject.loading import load_subject
 from flashmoe_science.proof.subject.suites import Suite
 
-from .chain import FEW, GPU, FakeGpu, attention, captured, environment_with, gate_of, launch, run_chain, statuses, until
+from .chain import FEW, attention, captured, gate_of, launch, run_chain, statuses, until
 
 STORY = Path(__file__).parents[2] / "examples" / "story"
 PAGE = " ".join((STORY.parents[1] / "docs" / "explanation" / "story.md").read_text(encoding="utf-8").split())
@@ -32,29 +31,17 @@ NEEDS_NVCC = pytest.mark.needs(
     "builds a CUDA extension, which needs nvcc and g++",
 )
 
+pytestmark = pytest.mark.usefixtures("own_path")
+
 V1 = "void story::v1::attend_kernel<__half>(story::Args)"
 V2 = "void story::v2::attend_kernel<__half>(story::Args)"
 
 
-@pytest.fixture(autouse=True)
-def restore_path(monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-
-
 @pytest.fixture
-def no_gpu(monkeypatch):
-    monkeypatch.setattr(chain, "_read_environment", lambda: environment_with(None))
-
-
-@pytest.fixture
-def fake_gpu(monkeypatch):
-    """Stand in for a GPU, and leave the build and the import out."""
-    fake = FakeGpu()
-    monkeypatch.setattr(chain, "_read_environment", lambda: environment_with(GPU))
-    monkeypatch.setattr(run, "run_task", fake.run)
-    for gate in ("build", "import"):
-        monkeypatch.setitem(chain._GATES, gate, lambda _: run.passed("left out"))
-    return fake
+def fake_gpu(monkeypatch, gpu):
+    """Stand in for a GPU, and leave the build out too."""
+    monkeypatch.setitem(chain._GATES, "build", lambda _: run.passed("left out"))
+    return gpu
 
 
 def prove(state, folder=STORY, cases=CASES, **changes):

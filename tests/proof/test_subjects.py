@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 from typing import Any
 
 import pytest
@@ -19,7 +18,9 @@ from flashmoe_science.proof.records.evidence import Settings
 from flashmoe_science.proof.subject.loading import load_entry, load_operator, load_subject
 from flashmoe_science.proof.subject.subject import expand_sources
 
-from .chain import SUBJECTS, attention, attention_request, environment_with, gate_of, run_chain, statuses
+from .chain import SUBJECTS, attention, attention_request, gate_of, run_chain, statuses
+
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 SHORT = attention(1, 3, 65, 64)
 LONG = attention(1, 1, 32, 64, seqlen_k=16384)
@@ -77,12 +78,6 @@ OTHER_GATES = {
         "replaces_checks",
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch):
-    monkeypatch.setattr(chain, "_read_environment", lambda: environment_with(None))
-    monkeypatch.setattr(sys, "path", list(sys.path))
 
 
 def fails_at(record):

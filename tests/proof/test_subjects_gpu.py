@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import replace
 
@@ -21,18 +20,13 @@ from .chain import (
     write_subject,
 )
 
-pytestmark = [pytest.mark.gpu, pytest.mark.unpoisoned]
+pytestmark = [pytest.mark.gpu, pytest.mark.unpoisoned, pytest.mark.usefixtures("own_path")]
 
 SHORT = attention(1, 3, 65, 64)
 MEDIUM = attention(2, 4, 512, 64)
 LARGE = attention(1, 16, 4096, 64)  # 6.9e10 operations: 65 us at 1.07e15 a second
 
 FEW = Settings(processes=1, rounds=4)
-
-
-@pytest.fixture(autouse=True)
-def restore_path(monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
 
 
 def prove(name, *cases, **changes):
