@@ -10,6 +10,9 @@ from flashmoe_science.proof.report.readme import BEGIN, END
 
 from ..proof.builders import build_record
 from ..proof.claim_builders import build_claim, claim_toml, suite_toml
+from ..proof.conftest import forked_workers
+
+__all__ = ["forked_workers"]
 
 SENTENCE = build_claim(suite="made_up").sentence  # of the one claim
 RUN_ID = "20260101T000000Z-made_up-flash_attention-000000"

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
 
 from flashmoe_science.proof.gates import chain, run
 
+from . import forked
 from .chain import GPU, FakeGpu, environment_with
+
+
+@pytest.fixture(autouse=True)
+def forked_workers(request, monkeypatch):
+    """Fork workers from a process that has imported torch, except where a GPU is to be used."""
+    if not request.node.get_closest_marker("gpu"):
+        monkeypatch.setattr(subprocess, "Popen", forked.popen)
 
 
 @pytest.fixture

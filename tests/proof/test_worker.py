@@ -21,6 +21,11 @@ from .processes import is_alive, wait_for, wait_until_dead
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.fixture(autouse=True)
+def forked_workers():
+    """Start workers anew: they are what is tested."""
+
+
 LIMIT_S = 120.0  # more than a worker needs to start where every core is busy
 
 
