@@ -175,13 +175,6 @@ def test_what_is_missed_is_what_pyproject_says():
         assert set(re.findall(r'^    "([^";]+)', found, re.MULTILINE)) - elsewhere == set(known.values()) - elsewhere
 
 
-def test_the_module_is_the_command():
-    environment = {**os.environ, "PYTHONPATH": python_path(ROOT / "src")}
-    command = [sys.executable, "-m", "flashmoe_science", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    assert done.stdout.startswith("flashmoe ")
-
-
 @pytest.mark.parametrize(
     ("args", "stream", "code"),
     [

@@ -29,11 +29,6 @@ def test_each_figure_without_a_claim_has_a_line(run, repository):
     assert [(f["file"], f["line"], f["status"]) for f in document["findings"]][1] == ("docs/a.md", 4, "asserted")
 
 
-def test_a_clean_page_returns_0(run, repository):
-    (repository / "a.md").write_text("The kernel is fast.\n")
-    assert run("lint", "a.md") == (0, "0 figures in 1 file\n", "")
-
-
 @pytest.mark.parametrize("args", [["nothing.md"], []])
 def test_wrong_usage(run, args):
     assert run("lint", *args)[0] == 2

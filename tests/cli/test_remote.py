@@ -8,7 +8,6 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from flashmoe_science.cli.run_shared import without_places
 from flashmoe_science.errors import EvidenceError, MachineLostError, RemoteError
 from flashmoe_science.proof.cost.cost import Budget, size_of
 from flashmoe_science.proof.records.store import Store
@@ -91,14 +90,6 @@ def test_a_machine_that_was_lost_before_its_first_gate_is_booked_too(on_hosts):
     on_hosts({"b": (None, LOST)}, reached=True)
     ((run_id, gpu, seconds),) = set_ups()
     assert (run_id.startswith("set-up-"), gpu, seconds) == (True, "", 90.0)  # which GPU it has was never heard
-
-
-def test_ctrl_c_books_what_was_held_until_then(on_hosts):
-    record = build_record(speedups=[2.3, 3.0], day=1)
-    assert on_hosts({"me@gpu": (record, None)}, interrupt=True)[0] == 130
-    ((run_id, gpu, seconds),) = set_ups()
-    assert (run_id, gpu) == (record.id, "NVIDIA H200")
-    assert seconds > 0
 
 
 def test_several_machines_make_one_table(on_hosts):
@@ -186,11 +177,6 @@ def test_what_makes_no_sense_is_refused(run, repository, args, error):
     code, _, err = run("prove", *args)
     assert code == 2
     assert error in err
-
-
-def test_a_record_names_no_machine():
-    typed = "prove a --host me@gpu --python=/opt/python -b sdpa --host=b --python x --json"
-    assert without_places(typed.split()) == ["prove", "a", "-b", "sdpa", "--json"]
 
 
 def test_several_machines_share_one_budget(on_hosts, budgets):

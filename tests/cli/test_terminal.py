@@ -101,21 +101,6 @@ def test_on_a_terminal_a_bar_shows_count_time_left_and_label(capsys):
     assert capsys.readouterr().out.startswith("build    passed")
 
 
-def test_output_without_a_terminal_is_as_wide_as_it_needs(capsys, monkeypatch):
-    monkeypatch.delenv("COLUMNS", raising=False)
-    Terminal().show("word " * 100)
-    assert capsys.readouterr().out == ("word " * 100).rstrip() + "\n"
-
-
 def test_square_brackets_are_text_and_not_markup(capsys):
     Terminal().show("2.31x [2.28, 2.35] [bold]")
     assert capsys.readouterr().out == "2.31x [2.28, 2.35] [bold]\n"
-
-
-def test_a_document_is_printed_under_json_only(capsys):
-    Terminal().document({"a": 1})
-    assert capsys.readouterr().out == ""
-    Terminal(as_json=True).document({"a": 1})
-    assert capsys.readouterr().out == '{\n  "a": 1\n}\n'
-    with pytest.raises(ValueError, match="JSON compliant"):
-        Terminal(as_json=True).document({"a": float("nan")})

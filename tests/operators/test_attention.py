@@ -14,7 +14,6 @@ from flashmoe_science.attention import reference
 from flashmoe_science.attention.inputs import problem_of
 from flashmoe_science.operators.attention import OPERATOR
 from flashmoe_science.operators.baselines.attention import BASELINES
-from flashmoe_science.proof.subject.suites import load_suite
 
 TABLE: dict[str, Any] = {
     "batch": 2, "heads": 4, "heads_kv": 2, "seqlen_q": 20, "seqlen_k": 33, "head_dim": 16, "head_dim_v": 16,
@@ -114,10 +113,3 @@ def test_the_yardstick_leaves_the_features_out():
     assert torch.equal(call(), flash_attention(inputs["q"], inputs["k"], inputs["v"], causal=True))
     assert baseline.speed_of_light
     assert baseline.version().startswith("flashmoe_science ")
-
-
-def test_the_suite_has_every_feature():
-    problems: list[Any] = [case.problem for case in load_suite("features").cases]
-    without: Any = BASELINES["without-features"]
-    assert {feature for problem in problems for feature in problem.features} == set(without.features)
-    assert {OPERATOR.refusal("flash_attention", problem, "H200") for problem in problems} == {None}

@@ -15,7 +15,6 @@ from flashmoe_science.attention.reference import attention_backward
 from flashmoe_science.operators.attention_step import OPERATOR, attention_step
 from flashmoe_science.operators.baselines.attention_backward import STEP_BASELINES, SdpaStep
 from flashmoe_science.proof.measure.correctness import WrongResultError, check_case
-from flashmoe_science.proof.subject.suites import load_suite
 
 TABLE = {"batch": 2, "heads": 4, "heads_kv": 2, "seqlen_q": 40, "head_dim": 16, "dtype": "fp16", "causal": True}
 WINDOW = {**TABLE, "window": [9, 0], "seqlen_k": 56, "head_dim_v": 24}
@@ -89,22 +88,6 @@ def test_a_step_launches_the_kernels_of_both_plans():
     assert len(names) == len(set(names)) == 4
     with_products = {"_forward_sm90_kernel", "_prepare_backward_kernel", "_backward_sm90_kernel"}
     assert {job.source.name for job in jobs if job.instruction} == with_products
-
-
-def test_the_suite_is_of_four_families():
-    problems: list[Any] = [case.problem for case in load_suite("train").cases]
-    cases = [problem.forward for problem in problems]
-    assert {(p.heads, p.heads_kv, p.head_dim, p.head_dim_v, p.window) for p in cases} == {
-        (32, 8, 128, 128, (-1, -1)),
-        (32, 4, 128, 128, (-1, -1)),
-        (16, 8, 256, 256, (1023, -1)),
-        (16, 8, 256, 256, (-1, -1)),
-        (32, 16, 128, 128, (1023, -1)),
-        (32, 16, 128, 128, (-1, -1)),
-        (128, 128, 192, 128, (-1, -1)),
-    }
-    assert all(p.causal and p.dtype == "bf16" for p in cases)
-    assert all(OPERATOR.refusal("attention_step", problem, "H200") is None for problem in problems)
 
 
 def test_sdpa_runs_both_and_follows_its_inputs():

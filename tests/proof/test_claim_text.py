@@ -63,13 +63,6 @@ def test_the_sentence_says_every_field(changes, sentence):
     assert sentence_fault(claim.model_copy(update={"sentence": sentence.replace(", ", ",\n", 1)}), record) == ""
 
 
-def test_the_sentence_of_one_case_and_of_no_run():
-    assert claim_sentence(build_claim(), build_record(speedups=[2.3])).endswith("in the one case of suite seed.")
-    assert claim_sentence(build_claim(cases="a*"), None).endswith("in each case of suite seed (`a*`).")
-    mean = build_claim(scope="geometric mean")
-    assert claim_sentence(mean, None).endswith("in the geometric mean over suite seed.")
-
-
 @pytest.mark.parametrize(
     "sentence",
     [

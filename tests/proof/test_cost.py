@@ -19,8 +19,6 @@ from flashmoe_science.proof.cost.cost import (
     Sum,
     add_up,
     estimate,
-    format_dollars,
-    format_duration,
     load_rates,
     model_seconds,
     past_run,
@@ -84,13 +82,6 @@ def test_the_rough_model_is_within_twice_what_was_measured(path):
 def test_problems_that_differ_in_their_lengths_alone_are_of_one_kind(suite, kinds):
     (*_, newest) = sorted(EVIDENCE.glob(f"*Z-{suite}-*.json.gz"))
     assert size_of(read_record(newest)).kinds == kinds
-
-
-@pytest.mark.parametrize("gate", GPU_GATES)
-def test_more_cases_take_longer_and_none_take_nothing(gate):
-    assert model_seconds(gate, replace(SEED, cases=26, cells=156)) > model_seconds(gate, SEED) > 0
-    assert model_seconds(gate, replace(SEED, cases=0, cells=0)) == 0
-    assert model_seconds(gate, replace(SEED, gates=())) == 0
 
 
 def test_the_size_of_a_record():
@@ -229,8 +220,3 @@ def test_a_wrong_file_names_file_key_and_what_was_expected(config, text, error):
     (config / "rates.toml").write_text(text)
     with pytest.raises(RatesError, match=f"rates.toml: {error}"):
         load_rates(None)
-
-
-def test_amounts_and_times_for_a_reader():
-    assert [format_dollars(x) for x in (0, 0.0204, -3.2, 1234.5)] == ["$0.00", "$0.020", "-$3.20", "$1,234.50"]
-    assert [format_duration(x) for x in (8.42, 99.6, 11220)] == ["8.4 s", "1 min 40 s", "3 h 07 min"]

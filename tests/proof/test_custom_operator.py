@@ -18,7 +18,6 @@ from flashmoe_science.proof.gates import ProveRequest, chain
 from flashmoe_science.proof.gates.run import passed
 from flashmoe_science.proof.subject.custom_operator import Baseline, CustomOperator
 from flashmoe_science.proof.subject.loading import load_operator, load_subject
-from flashmoe_science.proof.subject.operator import Operator
 from flashmoe_science.proof.subject.suites import load_suite
 
 from .chain import environment_with, gate_of, run_chain, statuses
@@ -63,12 +62,6 @@ def test_the_example_without_its_mask_is_wrong(monkeypatch, tmp_path):
     monkeypatch.setitem(chain._GATES, "build", lambda _: passed("left out"))
     gate = gate_of(prove(monkeypatch, tmp_path), "correct")
     assert gate.summary.startswith("wrong in 1 of 2 cases; rows7_columns1000_fp16: the first call: error ")
-
-
-def test_the_operator_is_a_file_of_under_100_lines(operator):
-    assert len((FOLDER / "rms_norm_operator.py").read_text().splitlines()) < 100
-    assert isinstance(operator, Operator)
-    assert load_operator(operator.name) is operator  # the baselines are looked for by its name
 
 
 def test_the_page_shows_the_files_as_they_are():

@@ -130,12 +130,6 @@ def test_claims_are_added_and_what_was_there_stays(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.toml"]
 
 
-def test_claims_make_their_file_and_folder(tmp_path):
-    add_claims(tmp_path / "claims" / "a.toml", [build_claim(id="a"), build_claim(id="b")])
-    assert [claim.id for claim in load_claims(tmp_path / "claims")] == ["a", "b"]
-    assert 'baseline = "sdpa"\n' in (tmp_path / "claims" / "a.toml").read_text()
-
-
 @pytest.mark.parametrize("claims", [["old"], ["new", "new"]])
 def test_an_id_that_is_taken_is_refused_and_nothing_written(tmp_path, claims):
     (tmp_path / "other.toml").write_text(OLD)

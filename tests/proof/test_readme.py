@@ -86,13 +86,6 @@ def test_the_pages_of_speeds_have_every_claim_and_link_nothing_outside_of_the_si
     assert links == {"speeds-cases.md", "explanation/measuring.md"}
 
 
-def test_of_the_pages_of_this_repository_two_have_a_rendered_table():
-    pages = {ROOT / "README.md": ["slower"], ROOT / "docs" / "reference" / "claims.md": ["rules"]}
-    assert default_pages(ROOT) == list(pages)
-    for page, kinds in pages.items():
-        assert [one.kind for one in find_sections(page, page.read_text(encoding="utf-8"))] == kinds
-
-
 def test_the_table_of_rules_counts_claims_that_could_be_made_today_and_those_that_could_not():
     records = {f"evidence/{n}.json": build_record(speedups=[2.3, 3.0], processes=n) for n in (3, 5)}
     found = []

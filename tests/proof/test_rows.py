@@ -10,12 +10,9 @@ import pytest
 from flashmoe_science.proof.judge.judge import check_control, judge
 from flashmoe_science.proof.judge.rows import (
     CSV_COLUMNS,
-    Ratio,
     arm_rows,
     commit_words,
     csv_text,
-    format_ratio,
-    format_seconds,
     lowest_case,
 )
 from flashmoe_science.proof.judge.statistics import Interval
@@ -24,26 +21,6 @@ from flashmoe_science.proof.report.terminal import figure
 
 from .builders import build_record
 from .claim_builders import build_claim
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(1.8123e-6, "1.812 us"), (999.96e-6, "1.000 ms"), (2.5, "2.500 s")],
-)
-def test_format_seconds(seconds, text):
-    assert format_seconds(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("ratio", "text"),
-    [
-        (Interval(2.371, 2.349, 2.402, 30), "2.37x [2.35, 2.40]"),
-        (Interval(0.0151, 0.01497, 0.0153, 30), "0.015x [0.015, 0.015]"),
-        (Ratio(2.371, None, 5), "2.37x (5 rounds)"),
-    ],
-)
-def test_format_ratio(ratio, text):
-    assert format_ratio(ratio) == text
 
 
 def interval_of(row):

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from flashmoe_science.errors import SuiteError
-from flashmoe_science.proof.records.toml_files import read_toml
 from flashmoe_science.proof.subject.loading import load_operator, load_subject
 from flashmoe_science.proof.subject.registry import BUILTIN_OPERATORS
 from flashmoe_science.proof.subject.suites import _SuiteFile, list_suites, load_suite, suite_beside
@@ -87,29 +86,6 @@ def test_unknown_name_lists_what_there_is():
         match=r"one of context-parallel, .*decode, .*host, .*moe-decode, .*, varlen or a file, got 'sead'\nhint",
     ):
         load_suite("sead")
-
-
-def expand(name):
-    file = read_toml(list_suites()[name], _SuiteFile, SuiteError)
-    return [{**file.defaults, **case} for case in file.cases]
-
-
-def test_seed_is_the_thirteen_shapes():
-    shapes = [(c["batch"], c["heads"], c["seqlen_q"], c["head_dim"]) for c in expand("seed")]
-    small = [(1, 1, s, 64) for s in (32, 64, 65, 128, 192, 256, 512)]
-    assert shapes == [(1, 1, 4, 4), *small, *((b, h, 128, 64) for b, h in ((2, 4), (4, 1), (1, 4), (4, 4), (8, 4)))]
-    assert {(c["dtype"], c["causal"]) for c in expand("seed")} == {("fp16", False)}
-
-
-def test_standard_is_the_grid_of_16k_tokens():
-    cases = expand("standard")
-    assert len(cases) == 36
-    assert {c["batch"] * c["seqlen_q"] for c in cases} == {16384}
-    assert {(c["head_dim"], c["heads"]) for c in cases} == {(64, 32), (128, 16), (256, 8)}
-    assert {c["seqlen_q"] for c in cases} == {512, 1024, 2048, 4096, 8192, 16384}
-    assert {c["causal"] for c in cases} == {False, True}
-    assert {c["dtype"] for c in cases} == {"bf16"}
-    assert len({(c["head_dim"], c["seqlen_q"], c["causal"]) for c in cases}) == 36
 
 
 @pytest.mark.parametrize(

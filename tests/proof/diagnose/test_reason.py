@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from flashmoe_science.proof.diagnose.experiments import busy_warps, growth, headroom, idle_share
 from flashmoe_science.proof.diagnose.hypotheses import diagnose_case
 from flashmoe_science.proof.diagnose.observations import Status, Times
 
@@ -62,35 +61,3 @@ def test_without_a_gpu_only_what_the_code_and_the_launch_say_is_said():
     assert len(untold) >= 7
     assert all("no GPU here" in each.explanation for each in untold if each.hypothesis != "throttled clocks")
     assert all(each.share is None and each.most is None for each in case.findings)
-
-
-def test_idle_sms_by_rounds():
-    chip = observe().chip
-    assert chip is not None
-    small = {"shared_memory_bytes": 100 * 1024}  # two blocks an SM
-    assert idle_share(chip, kernel(66, **small)) == pytest.approx(0.5)
-    assert idle_share(chip, kernel(132, **small)) == 0
-    assert idle_share(chip, kernel(198, **small)) == pytest.approx(0.25)  # half of the SMs have two, half have one
-    assert idle_share(chip, kernel(264, **small)) == 0
-    assert idle_share(chip, kernel(265, **small)) == pytest.approx(1 - 265 / 528)
-    assert busy_warps(chip, kernel(132, **small)) == 4
-    assert busy_warps(chip, kernel(133, **small)) == 8
-
-
-def test_growth_is_the_part_in_proportion():
-    runs = [scaled("keys", 2, 150e-6, 8), scaled("keys", 4, 250e-6, 8)]
-    found = growth(observe(device=100e-6, runs=runs), blocks=8, sms=132)
-    assert found is not None
-    assert found.share == pytest.approx(0.5)
-    falling = growth(observe(device=100e-6, runs=[scaled("keys", 2, 90e-6, 8)]), blocks=8, sms=132)
-    assert falling is not None
-    assert falling.share == 0
-
-
-def test_headroom_is_the_best_of_all_copies():
-    runs = [scaled("batch", 2, 110e-6, 16), scaled("batch", 16, 800e-6, 128), scaled("keys", 4, 1e-6, 8)]
-    found = headroom(observe(device=100e-6, runs=runs))
-    assert found is not None
-    assert found.gain == pytest.approx(2.0)
-    assert found.idle == pytest.approx(0.5)
-    assert headroom(observe(device=100e-6, runs=runs[2:])) is None
