@@ -46,10 +46,11 @@ def shown(value: object) -> str:
 
 
 class FlashmoeError(Exception):
-    """Root of all errors raised on purpose by this package. ``hint`` says what to do next, or is empty."""
+    """Root of all errors raised on purpose by this package: ``message``, and what to do next: ``hint``, or nothing."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(f"{message}\nhint: {hint}" if hint else message)
+        self.message = message
         self.hint = hint
 
 

@@ -75,8 +75,7 @@ def _run(args: list[str]) -> int:
         message = cast("Any", error).format_message().rstrip(".")
         return _report(args, "UsageError", message, hint, USAGE)
     except FlashmoeError as error:
-        message = str(error).removesuffix(f"\nhint: {error.hint}")
-        return _report(args, type(error).__name__, message, error.hint, _exit_code(error))
+        return _report(args, type(error).__name__, error.message, error.hint, _exit_code(error))
     except SystemExit:  # this is how typer ends when the reader of a help text has gone, e.g. `flashmoe --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return HOLDS

@@ -248,5 +248,5 @@ def compile_call(payload: dict[str, Any], emit: object) -> dict[str, Any]:  # no
             found = read_resources(kernel.source, gpu.arch)
             compiled.append({"kernel": kernel.source.name, **{name: getattr(found, name) for name in _RESOURCES}})
     except CompileError as error:
-        return {"error": str(error).removesuffix(f"\nhint: {error.hint}"), "hint": error.hint}
+        return {"error": error.message, "hint": error.hint}
     return {"compiled": compiled}

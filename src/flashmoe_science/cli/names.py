@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable
 from datetime import datetime, timedelta, timezone
 
 from ..errors import InputError
 from ..gpu.specs import SPECS, GpuSpec, find_gpu
+from ..proof.text import did_you_mean
 
 
 def check_name(what: str, name: str, known: Iterable[str]) -> None:
     """Raise ``InputError`` when ``name`` is not one of ``known``."""
     known = list(known)
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else ""
-        raise InputError(f"{what} must be one of {', '.join(known)}, got {name!r}", hint=hint)
+        raise InputError(f"{what} must be one of {', '.join(known)}, got {name!r}", hint=did_you_mean(name, known))
 
 
 def gpu_named(name: str) -> GpuSpec:

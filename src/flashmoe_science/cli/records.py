@@ -105,7 +105,7 @@ def _import_all(store: Store, paths: Sequence[Path], *, replace: bool) -> Iterat
             try:
                 yield _import(store, file, replace=replace)
             except EvidenceError as error:
-                yield Carried(file, "", "failed", str(error).removesuffix(f"\nhint: {error.hint}"), error.hint)
+                yield Carried(file, "", "failed", error.message, error.hint)
 
 
 def _import(store: Store, path: Path, *, replace: bool) -> Carried:

@@ -152,7 +152,7 @@ class Terminal:
 
     def warn_of(self, error: FlashmoeError) -> None:
         """Say an error on stderr without ending the verb."""
-        self.warn(str(error).removesuffix(f"\nhint: {error.hint}"), error.hint)
+        self.warn(error.message, error.hint)
 
 
 def as_plain(model: BaseModel) -> dict[str, Any]:

@@ -37,11 +37,6 @@ def standard_normal(
     }
 
 
-def reason_of(error: UnsupportedError) -> str:
-    """Return the message of an error without its hint."""
-    return str(error).removesuffix(f"\nhint: {error.hint}")
-
-
 class KernelOperator:
     """What our operators share. It fits ``proof.operator.OurOperator``.
 
@@ -259,7 +254,7 @@ class KernelOperator:
         try:
             self.plan(subject, problem, spec)
         except UnsupportedError as error:
-            reason = reason_of(error)
+            reason = error.message
             opening = f"{self.kernels[subject]} does not serve "  # the problem follows, which the harness names too
             return reason.partition(": ")[2] if reason.startswith(opening) else reason
         return None
@@ -306,7 +301,7 @@ class KernelOperator:
         try:
             steps = self.interpreter_steps(problem)
         except UnsupportedError as error:
-            return reason_of(error)
+            return error.message
         most = self.max_interpreter_steps
         return f"{steps} steps in Triton's interpreter are too many (at most {most})" if steps > most else None
 

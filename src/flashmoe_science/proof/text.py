@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 Place = Literal["terminal", "xml", "html", "csv", "markdown"]
@@ -53,6 +55,17 @@ def _as_escape(found: re.Match[str]) -> str:
 
 def _escaped(found: re.Match[str]) -> str:
     return f"{found[0]}\\" if found[0].isdigit() else f"\\{found[0]}"
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", *, cutoff: float = 0.6) -> str:
+    """Return a hint: which of the known names is nearest to one that is not known, or ``otherwise``."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"did you mean {near[0]}?" if near else otherwise
+
+
+def few(names: Sequence[str], most: int = 3) -> str:
+    """Return the first few names, and how many there are besides."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def counted(count: int, noun: str) -> str:

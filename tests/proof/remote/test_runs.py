@@ -73,9 +73,19 @@ def test_a_record_that_a_run_there_cannot_have_is_not_saved_and_nothing_after_it
 SIZE = RunSize(cases=2, arms=3, rounds=10, workers=6, cells=12, gates=("launch", "bench"))
 
 
-def asking(size=SIZE):
-    """Return a request for a run that says how large it is, and waits for what holds it to a budget."""
-    return request("ask").model_copy(update={"gpus": [json.dumps(asdict(size))]})
+def ask(python, begin, save=lambda *_: None):
+    """Run what says how large it is, and waits for what holds it to a budget."""
+    lines = Lines()
+    (result,) = prove_on(
+        [Host("gpu", python)],
+        request("ask").model_copy(update={"gpus": [json.dumps(asdict(SIZE))]}),
+        StubTree(),
+        progress={"gpu": lines},
+        save=save,
+        begin=begin,
+        requirements={},
+    )
+    return result, lines
 
 
 @SSH
@@ -87,18 +97,9 @@ def test_a_run_there_says_how_large_it_is_and_is_held_to_a_budget_from_here(mach
         begun.append((name, record.id, size))
         return budget
 
-    lines = Lines()
-    (result,) = prove_on(
-        [Host("gpu", python())],
-        asking(),
-        StubTree(),
-        progress={"gpu": lines},
-        save=lambda *_: None,
-        begin=begin,
-        requirements={},
-    )
+    result, lines = ask(python(), begin)
     assert result.error is None
-    assert begun == [("gpu", result.record.id, SIZE)]  # type: ignore[union-attr]
+    assert begun == [("gpu", result.record.id, SIZE)]
     answer = json.loads(lines.notes[-1])
     assert BUDGET.validate_python(answer["budget"]) == budget
 
@@ -109,15 +110,7 @@ def test_a_budget_without_a_rate_ends_the_run_there_before_it_costs_anything(mac
         raise ProofError("a budget needs a rate, and there is none for NVIDIA L4", hint="write it")
 
     saved = []
-    (result,) = prove_on(
-        [Host("gpu", python())],
-        asking(),
-        StubTree(),
-        progress={"gpu": Lines()},
-        save=lambda *found: saved.append(found),
-        begin=begin,
-        requirements={},
-    )
+    result, _ = ask(python(), begin, lambda *found: saved.append(found))
     assert "a budget needs a rate" in str(result.error)
     assert saved == []
 
@@ -138,16 +131,7 @@ def test_the_folder_there_goes_with_the_run(machine, python, tmp_path):
     def begin(*_):  # the run there waits for the answer: it still has its folder
         seen.extend(scratch.iterdir())
 
-    here = python(f'export TMPDIR="{scratch}"')
-    (result,) = prove_on(
-        [Host("gpu", here)],
-        asking(),
-        StubTree(),
-        progress={"gpu": Lines()},
-        save=lambda *_: None,
-        begin=begin,
-        requirements={},
-    )
+    result, _ = ask(python(f'export TMPDIR="{scratch}"'), begin)
     assert result.error is None
     assert len(seen) == 1
     assert list(scratch.iterdir()) == []

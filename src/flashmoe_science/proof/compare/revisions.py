@@ -111,7 +111,7 @@ def subjects_at(text: str, a: Checkout, b: Checkout) -> tuple[Subject, Subject]:
             with _path_restored():
                 found[checkout.root] = _our_own(text, checkout) if relative is None else _from_file(relative, checkout)
         except FlashmoeError as error:
-            message = str(error).removesuffix(f"\nhint: {error.hint}").replace(f"{checkout.root}{os.sep}", "")
+            message = error.message.replace(f"{checkout.root}{os.sep}", "")
             raise SubjectError(f"revision {checkout.label}: {message}", hint=error.hint) from error
     ours, theirs = found[b.root], found[a.root]
     if ours.operator != theirs.operator:

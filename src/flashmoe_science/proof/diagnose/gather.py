@@ -5,7 +5,6 @@ A missing observation has a reason, and the rest goes on.
 
 from __future__ import annotations
 
-import difflib
 import secrets
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +35,7 @@ from ..subject.loading import operator_of
 from ..subject.operator import Operator, Scalable, framework_kernels
 from ..subject.subject import Subject
 from ..subject.suites import Suite, SuiteCase, check_operator
+from ..text import did_you_mean
 from ..worker import run_task
 from .counters import read_counters
 from .experiments import main_kernel
@@ -91,11 +91,9 @@ def choose_cases(suite: Suite, subject: Subject, names: Sequence[str]) -> list[S
     known = {case.name: case for case in suite.cases}
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            listing = f"`flashmoe suites {suite.name or 'SUITE'}` lists the cases"
             where = f"suite {suite.name} has" if suite.name else f"the packaged suites of {suite.operator} have"
-            hint = f"did you mean {near[0]}? {listing}" if near else listing
-            raise SuiteError(f"{where} no case {name!r}", hint=hint)
+            listing = f"`flashmoe suites {suite.name or 'SUITE'}` lists the cases"
+            raise SuiteError(f"{where} no case {name!r}", hint=f"{did_you_mean(name, known)} {listing}".strip())
     return [known[name] for name in names] or list(suite.cases)
 
 

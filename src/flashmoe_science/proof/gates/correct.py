@@ -12,11 +12,10 @@ from typing import Any
 
 from ...errors import page
 from ..records.evidence import Accuracy
-from ..text import counted
+from ..text import counted, few
 from .run import NO_GPU, Outcome, Run, failed, not_possible, passed
 
 _MOST_CRASHES = 3  # then the cases left are not checked: each crash costs a process of its own
-_SHOWN_CASES = 3
 _TELL_S = 2.0  # of silence between two words on it
 
 
@@ -188,10 +187,9 @@ def _say_ended(run: Run, checks: _Checks, wrong: list[dict[str, Any]]) -> str:
     of = counted(len(run.todo), "case")
     if len(run.todo) == 1:
         return f"case {hung or names[0]}: {first}"
-    more = f" and {len(names) - _SHOWN_CASES} more" if len(names) > _SHOWN_CASES else ""
     parts = []
     if names:
-        parts.append(f"{len(names)} of {of} ended the process, {', '.join(names[:_SHOWN_CASES])}{more}: {first}")
+        parts.append(f"{len(names)} of {of} ended the process, {few(names)}: {first}")
     if hung:
         which = f"{hung} hung" if names else f"1 of {of} hung, {hung}"
         parts.append(f"{which}: {checks.ended[hung]}")

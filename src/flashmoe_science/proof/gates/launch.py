@@ -11,7 +11,7 @@ from ..records.evidence import Launch
 from ..subject.operator import framework_kernels
 from ..subject.subject import KernelPromise, Subject
 from ..subject.user_operator import raise_blamed
-from ..text import counted
+from ..text import counted, few
 from .run import Outcome, Run, failed, first_of, no_timing, passed
 
 _SHOWN_PROBLEMS = 20
@@ -140,7 +140,7 @@ def _notes(cases: Sequence[dict[str, Any]]) -> list[str]:
 def _sum_up(cases: Sequence[dict[str, Any]]) -> str:
     arms = [arm for case in cases for arm in case["arms"] if arm["role"] == "subject"]
     names = dict.fromkeys(launch["name"] for arm in arms for launch in arm["launches"])
-    shown = ", ".join(list(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    shown = few(list(names))
     if all(arm.get("promises") for arm in arms):
         return f"the kernels that ran are those promised: {shown}"
     if any(arm.get("promises") for arm in arms):

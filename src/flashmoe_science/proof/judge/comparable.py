@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ...errors import EvidenceError
 from ..records.evidence import Environment, Record, TimeKind
-from ..text import counted
+from ..text import counted, few
 
 _Field = Callable[[Record], object]
 
@@ -108,9 +108,10 @@ def describe_change(name: str, before: Record, after: Record, kind: str) -> str:
         return f"{name} {traits(before)[kind].get(name)} -> {traits(after)[kind].get(name)}"
     old, new = ({source.path: source.sha256 for source in run.subject.sources} for run in (before, after))
     changed = sorted(path for path in old.keys() | new.keys() if old.get(path) != new.get(path))
-    shown = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
     commits = [(run.tree.commit or "unknown")[:12] for run in (before, after)]
-    return f"{len(changed)} of {counted(len(old | new), 'source')} ({shown}), commit {commits[0]} -> {commits[1]}"
+    return (
+        f"{len(changed)} of {counted(len(old | new), 'source')} ({few(changed)}), commit {commits[0]} -> {commits[1]}"
+    )
 
 
 def common_baseline(a: Record, b: Record) -> str:

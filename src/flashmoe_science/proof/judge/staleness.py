@@ -20,12 +20,11 @@ from ...gpu.specs import GpuSpec
 from ..records.evidence import Arm, Gpu, Record
 from ..subject.loading import is_builtin
 from ..subject.subject import PACKAGE_FOLDER
-from ..text import counted
+from ..text import counted, few
 from .claims import Claim
 
 ANOTHER_COPY = "another copy of the package runs here than the repository's own"
 OWN_COPY = "pip install -e . takes that one"
-_SHOWN = 3  # files, and cases, that a reason lists
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ def compare_sources(record: Record, repository: Path) -> Sources:
     differ = [source.path for source in subject.sources if now[source.path] != source.sha256]
     absent = sum(now[path] is None for path in differ)
     some = f" ({absent} of them not in this repository)" if absent else ""
-    return Sources(f"{len(differ)} of {len(now)}{some}, {_few(differ)}" if differ else "")
+    return Sources(f"{len(differ)} of {len(now)}{some}, {few(differ)}" if differ else "")
 
 
 def changes_since(claim: Claim, record: Record, repository: Path) -> Sources:
@@ -71,13 +70,13 @@ def changes_since(claim: Claim, record: Record, repository: Path) -> Sources:
         now = [_identities_now(operator, record.subject.name, problem, spec) for problem in problems]
         differ = [case.name for (case, arm), found in zip(cases, now, strict=True) if tuple(arm.identities) != found]
         if differ:
-            changed.append(f"launches differ in {len(differ)} of {counted(len(cases), 'case')}: {_few(differ)}")
+            changed.append(f"launches differ in {len(differ)} of {counted(len(cases), 'case')}: {few(differ)}")
     elif sources.changed:
         changed.append(f"its launches are not recorded, and files changed: {sources.changed}")
     if claim.metric in ("wall", "memory"):
         if all(arm.host_files for _, arm in cases):
             if files := _changed_on_the_host(arm for _, arm in cases):
-                changed.append(f"files that a call runs on the host changed: {_few(files)}")
+                changed.append(f"files that a call runs on the host changed: {few(files)}")
         elif sources.changed:
             changed.append(f"the files that a call runs are not recorded, and files changed: {sources.changed}")
     return Sources("; ".join(changed))
@@ -91,11 +90,6 @@ def is_of_another_copy(repository: Path) -> bool:
 
 def _is_measured(arm: Arm, record: Record) -> bool:
     return arm.name == record.subject.name and arm.status == "measured"
-
-
-def _few(names: Sequence[str]) -> str:
-    """Return the first few names, and how many there are besides."""
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def _changed_on_the_host(arms: Iterable[Arm]) -> list[str]:

@@ -28,7 +28,7 @@ class Unreadable:
     @classmethod
     def of(cls, path: str, run: str, file: Path, error: EvidenceError) -> Unreadable:
         """Return what can be said of the file that gave this error."""
-        why = str(error).removesuffix(f"\nhint: {error.hint}").removeprefix(f"{file}: ")
+        why = error.message.removeprefix(f"{file}: ")
         try:
             document = load_json(read_text(file))
         except (EvidenceError, ValueError):
@@ -66,7 +66,7 @@ def naming(record: str) -> Iterator[None]:
     except ProofError:
         raise
     except (FlashmoeError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-        said = str(error).partition("\nhint: ")[0] if isinstance(error, FlashmoeError) else f"{error!r}"
+        said = error.message if isinstance(error, FlashmoeError) else f"{error!r}"
         raise EvidenceError(f"{record}: holds a value that cannot be judged: {said}") from error
 
 

@@ -96,7 +96,7 @@ def _verify_alone(
     try:
         return verify_claim(claim, records, repository, now=now, unreadable=unreadable, consistency=consistency)
     except ProofError as error:
-        why = str(error).partition("\nhint: ")[0].replace(f"{repository}/", "")
+        why = error.message.replace(f"{repository}/", "")
         return Verdict(claim=claim, status=VerdictStatus.INCONCLUSIVE, reason=why)
 
 
@@ -304,5 +304,5 @@ def suite_now(record: Record, repository: Path) -> SuiteNow:
             return SuiteNow(read_user_suite(own, operator, folders))
         return SuiteNow(_packaged_problems(name) if own is None else _problems(str(own)))
     except ProofError as error:
-        why = str(error).removesuffix(f"\nhint: {error.hint}").replace(f"{repository}/", "")
+        why = error.message.replace(f"{repository}/", "")
         return SuiteNow(doubt=f"suite {name} cannot be read, so nobody compared its cases: {why}", mend=error.hint)

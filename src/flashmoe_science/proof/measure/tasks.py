@@ -32,7 +32,7 @@ def import_subject(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:  # no
     except OperatorError:
         raise
     except SubjectError as error:
-        return {"failure": str(error).removesuffix(f"\nhint: {error.hint}"), "hint": error.hint}
+        return {"failure": error.message, "hint": error.hint}
 
 
 def _import(payload: dict[str, Any]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import zlib
@@ -13,6 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from ...errors import EvidenceError
+from ..text import did_you_mean
 from .begun import BegunLedger, BegunRun
 from .documents import (
     documents_in,
@@ -334,8 +334,7 @@ class Archive:
             shown = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
             raise EvidenceError(f"{key!r} begins {len(found)} ids: {shown}", hint="give more of the id")
         if not found:
-            near = difflib.get_close_matches(key, files, n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]}?" if near else "flashmoe runs lists them all"
+            hint = did_you_mean(key, files, "flashmoe runs lists them all", cutoff=0.4)
             raise EvidenceError(f"there is no run {key!r}", hint=hint)
         return files[found[0]]
 

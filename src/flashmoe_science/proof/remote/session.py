@@ -457,9 +457,7 @@ class _Session:
         try:
             bundle, names = bundle_wheels(asked_for(event["requirements"], self._setup["requirements"].values()), event)
         except RemoteError as error:
-            hint = error.hint
-            message = str(error).removesuffix(f"\nhint: {hint}")
-            self._error = RemoteError(f"{self.host.name}: {message}", hint=hint)
+            self._error = RemoteError(f"{self.host.name}: {error.message}", hint=error.hint)
             self.tell({"do": "stop"})
             return
         self._note(f"sending {', '.join(names)}")

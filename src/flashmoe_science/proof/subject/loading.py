@@ -17,6 +17,7 @@ from ...errors import InputError, SubjectError, page
 from ...gpu.specs import SPECS, find_gpu
 from ..records.evidence import Record, SubjectInfo
 from ..records.toml_files import read_toml
+from ..text import did_you_mean
 from ..worker import in_worker
 from .operator import ours, stress_draws_of
 from .registry import BUILTIN_OPERATORS, find_operator, is_user_defined
@@ -141,9 +142,7 @@ def load_subject(text: str, *, time_limit: float | None = None) -> Subject:
         if text in names:  # a folder of the same name is meant by "./name"
             return _with_limit(_builtin_subject(names[text], text), time_limit)
         if not path.exists():
-            close = difflib.get_close_matches(text, names, n=1)
-            hint = f"give the path of a kernel.toml, see {page('reference/kernel-toml')}"
-            hint = f"did you mean {close[0]}?" if close else hint
+            hint = did_you_mean(text, names, f"give the path of a kernel.toml, see {page('reference/kernel-toml')}")
             files = [file for file, name in _files_beside(path).items() if name == text]
             hint = f"name its file: ./{files[0]}" if files else hint
             raise SubjectError(f"subject must be one of {', '.join(names)} or a kernel.toml, got {text!r}", hint=hint)
@@ -229,13 +228,11 @@ def _subject_from_file(path: Path, time_limit: float | None) -> Subject:
     try:
         operator = operator_of(subject)
     except SubjectError as error:
-        message = str(error).partition("\nhint: ")[0]
-        raise SubjectError(f"{path}: key subject.operator: {message}", hint=error.hint) from error
+        raise SubjectError(f"{path}: key subject.operator: {error.message}", hint=error.hint) from error
     draws = stress_draws_of(operator)
     if unknown := [name for name in subject.not_served if name not in draws]:
         expected = f"names of stress draws of {subject.operator} ({', '.join(draws) or 'it has none'})"
-        close = difflib.get_close_matches(unknown[0], draws, n=1)
-        hint = f"did you mean {close[0]}?" if close else _HINT
+        hint = did_you_mean(unknown[0], draws, _HINT)
         raise SubjectError(f"{path}: key subject.not_served: expected {expected}, got {unknown[0]!r}", hint=hint)
     return subject
 

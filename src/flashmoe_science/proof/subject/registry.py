@@ -5,13 +5,13 @@ A listing reads this module without importing torch.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...errors import SubjectError, page
 from ...operators import MODULES
+from ..text import did_you_mean
 
 if TYPE_CHECKING:
     from .operator import Operator
@@ -88,7 +88,6 @@ def module_at_revision(package: str, name: str) -> str:
 
 
 def _no_operator(name: str) -> SubjectError:
-    near = difflib.get_close_matches(name, MODULES, n=1)
-    hint = f"ours are {', '.join(MODULES)}; your own is MODULE:OBJECT, see {page('reference/operators')}"
-    hint = f"did you mean {near[0]}? {hint}" if near else hint
+    ours = f"ours are {', '.join(MODULES)}; your own is MODULE:OBJECT, see {page('reference/operators')}"
+    hint = f"{did_you_mean(name, MODULES)} {ours}".strip()
     return SubjectError(f"there is no operator called {name!r}", hint=hint)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import sys
@@ -15,6 +14,7 @@ from pydantic import TypeAdapter
 
 from ...errors import SubjectError
 from ..records.evidence import SourceFile
+from ..text import did_you_mean
 
 PACKAGE_FOLDER = Path(__file__).resolve().parents[2]
 
@@ -114,8 +114,7 @@ def load_attribute(entry_point: str) -> Callable[..., Any]:
     found: Any = importlib.import_module(module_name)
     for part in attribute.split("."):
         if not hasattr(found, part):
-            close = difflib.get_close_matches(part, dir(found), n=1)
-            hint = f"did you mean {close[0]}?" if close else ""
+            hint = did_you_mean(part, dir(found))
             raise SubjectError(f"entry point {entry_point}: the module has no attribute {part!r}", hint=hint)
         found = getattr(found, part)
     if not callable(found):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import shlex
 import sys
 from collections.abc import Hashable
@@ -16,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ...errors import InputError, SubjectError, SuiteError, page
 from ..records.evidence import Record
 from ..records.toml_files import read_toml
+from ..text import did_you_mean
 from ..worker import in_worker
 from .loading import load_operator
 from .registry import is_user_defined
@@ -82,10 +82,7 @@ def load_suite(name_or_path: str, *, timeout_s: float = 300.0) -> Suite:
     packaged = list_suites()
     path = packaged.get(name_or_path, Path(name_or_path))
     if path.suffix != ".toml" and not path.exists():
-        close = difflib.get_close_matches(name_or_path, packaged, n=1)
-        hint = (
-            f"did you mean {close[0]}?" if close else f"give the path of a suite file, see {page('reference/suites')}"
-        )
+        hint = did_you_mean(name_or_path, packaged, f"give the path of a suite file, see {page('reference/suites')}")
         raise SuiteError(f"suite must be one of {', '.join(packaged)} or a file, got {name_or_path!r}", hint=hint)
     file = read_toml(path, _SuiteFile, SuiteError, hint=_HINT)
     return Suite(file.name, file.operator, file.description, _parse_cases(file, path, timeout_s), path)
@@ -159,7 +156,7 @@ def _parse_cases(file: _SuiteFile, path: Path, timeout_s: float) -> tuple[SuiteC
     try:
         operator = load_operator(file.operator, timeout_s=timeout_s)
     except (SubjectError, ImportError) as error:
-        message = str(error).partition("\nhint: ")[0] if isinstance(error, SubjectError) else cause_of(error)
+        message = error.message if isinstance(error, SubjectError) else cause_of(error)
         raise SuiteError(f"{path}: key operator: {message}", hint=_HINT) from error
     tables = [{**file.defaults, **own} for own in file.cases]
     if is_user_defined(file.operator) and not in_worker():

@@ -82,8 +82,7 @@ def blaming(name: str) -> Iterator[None]:
     except ProofError as error:
         if not is_user_defined(name):
             raise
-        said = str(error).removesuffix(f"\nhint: {error.hint}")
-        raise OperatorError(f"operator {name}: {said}", hint=error.hint or _HINT) from error
+        raise OperatorError(f"operator {name}: {error.message}", hint=error.hint or _HINT) from error
 
 
 def raise_blamed(reason: str) -> None:
@@ -148,7 +147,7 @@ def ask_operator(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
             if (wrong := _wrong_answer(ask, table)) is not None:
                 return wrong
     except FlashmoeError as error:
-        return {"failure": asked + str(error).removesuffix(f"\nhint: {error.hint}"), "hint": error.hint or _HINT}
+        return {"failure": asked + error.message, "hint": error.hint or _HINT}
     except (Exception, SystemExit) as error:  # noqa: BLE001 - an error of their code is the answer
         return {"failure": asked + cause_of(error), "hint": _hint_of(error)}
     return {}

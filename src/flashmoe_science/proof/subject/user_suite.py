@@ -58,7 +58,7 @@ def read_suite(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:  # noqa: 
     try:
         return {"problems": _problems(load_suite(payload["suite"]))}
     except FlashmoeError as error:
-        return {"failure": str(error).removesuffix(f"\nhint: {error.hint}"), "hint": error.hint}
+        return {"failure": error.message, "hint": error.hint}
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever their code raises is the answer
         return {"failure": f"{payload['suite']}: {cause_of(error)}", "hint": ""}
 
