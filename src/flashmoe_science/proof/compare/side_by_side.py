@@ -35,7 +35,7 @@ class SideBySide:
     def differing(self) -> list[str]:
         """Return what differs between the runs that an absolute time depends on."""
         what = {
-            "GPU": [r.environment.gpu.name if r.environment.gpu else "" for r in self.records],
+            "GPU": [r.environment.gpu_name for r in self.records],
             "card": [r.environment.gpu.uuid_hash if r.environment.gpu else "" for r in self.records],
             "driver": [r.environment.driver or "" for r in self.records],
             **{name: [r.environment.versions.get(name, "") for r in self.records] for name in ("torch", "triton")},

@@ -278,7 +278,7 @@ def _checked(run: Run, cases: Sequence[dict[str, Any]], kind: TimeKind) -> str:
     unchecked = [case for case in cases if _least(run, case, kind) is None]
     if not unchecked:
         return _NONE_IMPOSSIBLE
-    name = run.environment.gpu.name if run.environment.gpu else "this machine"
+    name = run.environment.gpu_name or "this machine"
     of = f"{len(unchecked)} of {counted(len(cases), 'case')}"
     return f"impossible times were not checked in {of}: {name} has no known limits"
 

@@ -90,14 +90,9 @@ def runs_begun(record: Record, records: Mapping[str, Record], lines: _Lines = ()
     """Return how many runs of the kind of ``record`` were begun in its store, and how many are kept here."""
     if record.begun is None:
         return UNKNOWN_RUNS
-    alike = [other for other in records.values() if _kind(other) == _kind(record)]
+    alike = [other for other in records.values() if other.kind == record.kind]
     same_store = [other.begun.count for other in alike if other.begun and other.begun.ledger == record.begun.ledger]
     here = count_alike(lines, record) if lines and lines[0][0] == record.begun.ledger else 0
     begun = max([record.begun.count, here, *same_store])
     kept = len({other.id for other in alike} | {record.id})
     return f"{counted(begun, 'run')} of its kind {'was' if begun == 1 else 'were'} begun, and {kept} kept"
-
-
-def _kind(record: Record) -> tuple[str, str, str]:
-    gpu = record.environment.gpu
-    return record.subject.name, record.suite, gpu.name if gpu else ""

@@ -294,7 +294,7 @@ def _csv_rows(record: Record) -> Iterable[dict[str, object]]:
             yield {
                 "run": record.id,
                 "created_at": record.created_at.isoformat(),
-                "gpu": record.environment.gpu.name if record.environment.gpu else "",
+                "gpu": record.environment.gpu_name,
                 "suite": record.suite,
                 "case": row.case.name,
                 "origin": row.case.origin,

@@ -79,7 +79,7 @@ def expectation(record: Record) -> Claim | None:
         suite=record.suite,
         metric=kind,
         factor=subject.expected_speedup or 1.0,
-        gpu=(record.environment.gpu.name if record.environment.gpu else NO_GPU,),
+        gpu=(record.environment.gpu_name or NO_GPU,),
         ranks=ranks.count if ranks else 1,
         link=ranks.link if ranks else "",
         scope="each case",

@@ -43,8 +43,7 @@ class BegunRun:
 
     def is_like(self, record: Record) -> bool:
         """Return whether it is of the kind of ``record``: its subject, suite and GPU."""
-        gpu = record.environment.gpu
-        return (self.subject, self.suite, self.gpu) == (record.subject.name, record.suite, gpu.name if gpu else "")
+        return (self.subject, self.suite, self.gpu) == record.kind
 
     def difference(self, record: Record) -> str:
         """Return what ``record`` has otherwise than was entered before its first sample, or an empty text."""
@@ -113,14 +112,14 @@ class BegunLedger:
 
 
 def _entry(record: Record, factors: Sequence[float], previous: str) -> BegunRun:
-    gpu, settings = record.environment.gpu, record.settings
+    settings = record.settings
     return BegunRun(
         previous=previous,
         at=as_text(record.created_at),
         run=record.id,
         subject=record.subject.name,
         suite=record.suite,
-        gpu=gpu.name if gpu else "",
+        gpu=record.environment.gpu_name,
         seed=settings.seed,
         cases=[case.name for case in record.cases],
         baselines=record.baselines,

@@ -311,9 +311,14 @@ class Environment(Model):
     ranks: RankGroup | None = None  # None: one process made each call
 
     @property
+    def gpu_name(self) -> str:
+        """The name of the GPU; empty: there is none."""
+        return self.gpu.name if self.gpu else ""
+
+    @property
     def place(self) -> str:
         """The GPU, or the GPUs of all ranks and what links them; empty: there is none."""
-        name = self.gpu.name if self.gpu else ""
+        name = self.gpu_name
         if self.ranks is None:
             return name
         return f"{self.ranks.count} x {name} over {self.ranks.link}" if name else f"{self.ranks.count} ranks of a CPU"
@@ -405,6 +410,11 @@ class Record(Model):
             table = _launch_table(document.pop("launches"))
             document["cases"] = [_with_launches(case, table) for case in document.get("cases", ())]
         return document
+
+    @property
+    def kind(self) -> tuple[str, str, str]:
+        """Its subject, suite and GPU: runs of one kind are counted, and estimated, together."""
+        return self.subject.name, self.suite, self.environment.gpu_name
 
     @property
     def tree(self) -> TreeState:

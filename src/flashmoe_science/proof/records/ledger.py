@@ -88,10 +88,8 @@ class Ledger:
 
 def entries_of(record: Record, dollars_per_hour: float | None = None) -> list[Entry]:
     """Return a row for every gate of a run that held a GPU."""
-    gpu = record.environment.gpu.name if record.environment.gpu else ""
-    about = (record.subject.name, record.suite, gpu)
     at = as_text(record.created_at)
-    return [Entry(at, record.id, gate, *about, s, dollars_per_hour) for gate, s in paid_gates(record).items()]
+    return [Entry(at, record.id, gate, *record.kind, s, dollars_per_hour) for gate, s in paid_gates(record).items()]
 
 
 def paid_gates(record: Record) -> dict[GateName, float]:

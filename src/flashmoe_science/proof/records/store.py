@@ -81,7 +81,7 @@ def _summary(record: Record, cases: int, measured: int) -> RunSummary:
         subject=record.subject.name,
         operator=record.subject.operator,
         suite=record.suite,
-        gpu=record.environment.gpu.name if record.environment.gpu else "",
+        gpu=record.environment.gpu_name,
         commit=record.tree.commit or "",
         complete=record.complete,
         result=_result(record),

@@ -331,9 +331,9 @@ def _environment(record: Record) -> list[tuple[str, str]]:
 def _index(runs: Sequence[RunPart]) -> Table:
     rows = []
     for number, part in enumerate(runs, 1):
-        record, gpu = part.record, part.record.environment.gpu
+        record = part.record
         result = part.headline.word or part.headline.sentence
-        about = (result, record.subject.name, record.suite, gpu.name if gpu else "none")
+        about = (result, record.subject.name, record.suite, record.environment.gpu_name or "none")
         rows.append((str(number), *about, (record.tree.commit or "unknown")[:12], record.id))
     columns = ("", "result", "subject", "suite", "GPU", "commit", "run")
     return Table("the runs on this page", columns, rows, words=7)
