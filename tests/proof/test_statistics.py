@@ -280,7 +280,7 @@ def test_suite_interval_needs_two_cases_with_rounds():
 # What a run can see
 
 
-@pytest.mark.parametrize(("rounds", "percent"), [(10, 1.0), (20, 0.66), (50, 0.41)])
+@pytest.mark.parametrize(("rounds", "percent"), [(3, 3.10), (10, 1.0), (20, 0.66), (50, 0.41)])
 def test_smallest_effect_at_a_spread_of_one_percent_is_that_of_the_protocol(rounds, percent):
     values = np.random.default_rng(rounds).normal(size=rounds)
     values = 0.01 * (values - values.mean()) / values.std(ddof=1)
