@@ -20,6 +20,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "lab" / "several_gpus"
+FITTED = ("1_attention_2xh200.json", "2_experts_2xh200.json")
+LATER = (("two H200", "3_groups_2xh200.json"), ("four H200, idle before a call", "5_idle_4xh200.json"))
 PAGE = ROOT / "docs" / "explanation" / "scaling.md"
 BEGIN, END = "<!-- simulate_ranks: begin -->", "<!-- simulate_ranks: end -->"
 HEADS, HEADS_KV, D, BYTES = 32, 8, 128, 2
@@ -174,14 +176,43 @@ def rank_table(record: Any, exchange: Exchange) -> list[str]:
     return lines
 
 
+def read(name: str) -> Any:
+    """Return what a file of runs holds."""
+    return json.loads((RECORDS / name).read_text(encoding="utf-8"))
+
+
+def later_table(record: Any, exchange: Exchange) -> list[str]:
+    """Return runs of heads that were made after all was foreseen, beside it."""
+    lines = ["| run | tokens in all | groups, transport | foreseen | measured | error |", "| --- " * 6 + "|"]
+    for title, file in LATER:
+        runs = read(file)
+        for tokens in (16384, 65536):
+            passes = attention(record, tokens, runs["ranks"], "heads")
+            kernels = sum(each.kernels for each in passes.values())
+            for way, row in runs[f"causal {tokens}"].items():
+                if not way.startswith("heads"):
+                    continue
+                groups, transport = (1, "collectives") if way == "heads" else (int(way.split()[1]), way.split()[-1])
+                if groups == 1:
+                    foreseen = share(passes, exchange, runs["ranks"])
+                else:
+                    times = [exchange.time_in_groups(each, groups, transport) for each in passes.values()]
+                    foreseen = kernels / sum(times)
+                error = foreseen / row["share"] - 1
+                lines.append(
+                    f"| {title} | {tokens // 1024}k | {groups}, {transport} | {foreseen:.0%} | {row['share']:.0%} "
+                    f"| {error:+.0%} |"
+                )
+    return lines
+
+
 def tables() -> str:
     """Return the block of the page."""
-    record: dict[str, Any] = {}
-    for file in sorted(RECORDS.glob("*_2xh200.json")):
-        record |= json.loads(file.read_text(encoding="utf-8"))
+    record = {key: value for name in FITTED for key, value in read(name).items()}
     exchange = fit(measured(record).values())
     fitted = f"With copies, an exchange moves {exchange.bandwidth / 1e6:.0f} GB/s. <!-- no claim: fitted to runs -->"
-    parts = (check_table(record), [fitted], group_table(record, exchange), rank_table(record, exchange))
+    later = ["Runs made after these forecasts:", "", *later_table(record, exchange)]
+    parts = (check_table(record), [fitted], group_table(record, exchange), later, rank_table(record, exchange))
     return "\n\n".join(map("\n".join, parts))
 
 

@@ -52,6 +52,11 @@ def _mend(problem: str) -> str:
             "the entry point calls another kernel, or launches it otherwise: look where the binding chooses. "
             "`flashmoe show RUN --verbose` prints every launch"
         )
+    if "cannot capture" in problem:
+        return (
+            "a call that waits for the GPU, or copies from the host, fits in no graph. Mend it, or leave graph time "
+            "out: --time kernel --time wall"
+        )
     return "the record holds every launch: name, grid, block, registers and shared memory"
 
 
