@@ -41,9 +41,9 @@ class Mixed:
 
 
 _V = VarlenCase
-_QUERIES = (1, 21, 0, 5, 2, 1, 33)
-_KEYS = (40, 60, 9, 33, 0, 110, 33)
-_BATCH = _V(_QUERIES, _KEYS, 4, 2, 16, 16, "fp16", True, page_size=16, why="mixed")
+_QUERIES = (1, 21, 0, 2, 1)
+_KEYS = (40, 60, 9, 0, 110)
+_BATCH = _V(_QUERIES, _KEYS, 2, 1, 16, 16, "fp16", True, page_size=16, why="mixed")
 MIXED_CASES = [
     Mixed(_BATCH),
     Mixed(_BATCH, num_splits=3),
@@ -57,8 +57,8 @@ MIXED_CASES = [
         batch_invariant=True,
     ),
     Mixed(
-        _V((40, 1, 20), (150, 90, 30), 2, 2, 16, 16, "fp16", False, alibi="fp32", alibi_axes=2, sinks="fp32",
-           seqused_q=(33, 1, 0), seqused_k=(120, 61, 30), page_size=16, why="used-alibi"),
+        _V((40, 1, 20), (90, 70, 30), 2, 1, 16, 16, "fp16", False, alibi="fp32", alibi_axes=2, sinks="fp32",
+           seqused_q=(33, 1, 0), seqused_k=(80, 61, 30), page_size=16, why="used-alibi"),
         num_splits=4,
     ),
     *(
