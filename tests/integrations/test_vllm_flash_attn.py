@@ -285,26 +285,3 @@ def test_what_fa3_is_not_served_with():
             flash_attn_3.flash_attn_func(q, q, q, **options)
         with pytest.raises(UnsupportedError, match=name):
             flash_attn_3.flash_attn_varlen_func(q[0], q[0], q[0], ints(0, 2), ints(0, 2), 2, 2, **options)
-
-
-@pytest.mark.parametrize(("num_splits", "asked"), [(0, {}), (1, (1, True)), (7, (7, False)), (2**30, (256, False))])
-def test_splits_are_passed_on_over_pages(monkeypatch, num_splits, asked):
-    """With keys in a row they change nothing; fp32 has a kernel that does not split."""
-    calls: list[dict[str, Any]] = []
-
-    def record(*_arguments: Any, **options: Any) -> torch.Tensor:
-        calls.append(options)
-        return torch.zeros(3, 2, 8)
-
-    monkeypatch.setattr(vllm_flash_attn, "flash_attention_varlen", record)
-    starts, used = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
-    table = torch.zeros(1, 1, dtype=torch.int32)
-    for dtype in (torch.float16, torch.float32):
-        q, cache = torch.zeros(3, 2, 8, dtype=dtype), torch.zeros(1, 8, 2, 8, dtype=dtype)
-        vllm_flash_attn.flash_attn_varlen_func(
-            q, cache, cache, 3, starts, 5, seqused_k=used, block_table=table, num_splits=num_splits
-        )
-    vllm_flash_attn.flash_attn_varlen_func(q, q, q, 3, starts, 3, starts, num_splits=num_splits)
-    names = ("num_splits", "batch_invariant")
-    expected = dict(zip(names, asked, strict=False)) if asked else {}
-    assert [{name: call[name] for name in names if name in call} for call in calls] == [expected, {}, {}]

@@ -1,9 +1,8 @@
 """``flash_attn_varlen_func`` of vLLM's flash-attention, served by ``flash_attention_varlen``.
 
 What is not served raises ``UnsupportedError`` by name. Options that choose among vLLM's kernels change nothing here:
-``fa_version``, ``scheduler_metadata``, ``deterministic``; and the descales, as there, where nothing is fp8. With a
-``block_table`` and 16-bit tensors ``num_splits`` bounds the shares of the keys, and 1, which vLLM passes for it, makes
-results independent of the batch. Rows that see no key have an LSE of -inf, there +inf.
+``fa_version``, ``scheduler_metadata``, ``deterministic``, ``num_splits``; and the descales, as there, where nothing is
+fp8. Rows that see no key have an LSE of -inf, there +inf.
 
 Source: vllm_flash_attn/flash_attn_interface.py of vllm-project/flash-attention at 617264c for the signature.
 """
@@ -13,10 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..attention.problem import MAX_SPLITS
 from ..attention.varlen import flash_attention_varlen
 from ..errors import InputError, UnsupportedError, shown
 from .arguments import (
@@ -90,8 +87,7 @@ def flash_attn_varlen_func(
     refuse_given(return_attn_probs=as_flag("return_attn_probs", return_attn_probs) or None)
     as_flag("deterministic", deterministic)
     _check_version(fa_version)
-    num_splits = plain(num_splits)
-    check_count("num_splits", num_splits)
+    check_count("num_splits", plain(num_splits))
     return_lse = as_flag("return_softmax_lse", return_softmax_lse)
     options: dict[str, Any] = {
         "dropout_p": as_dropout("dropout_p", dropout_p),
@@ -101,8 +97,6 @@ def flash_attn_varlen_func(
         "softcap": as_softcap("softcap", softcap),
     }
     check_kinds(q=q, k=k, v=v)
-    if block_table is not None and num_splits and q.dtype != torch.float32:
-        options |= {"num_splits": min(num_splits, MAX_SPLITS), "batch_invariant": num_splits == 1}
     starts = _starts_of_keys(cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
     found = forward_only(
         "a block_table",

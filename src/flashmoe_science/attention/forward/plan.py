@@ -16,7 +16,6 @@ from ..mixed.plan import (
     mixed_hopper_refusal,
     mixed_plan,
     mixed_refusal,
-    mixed_was_faster,
     split_refusal,
 )
 from ..problem import AttentionProblem
@@ -124,8 +123,6 @@ def _auto_plan(problem: AttentionProblem, gpu: GpuSpec) -> Plan:
         return masked_plan(problem, gpu, "it is the one that serves a block mask")
     if problem.num_splits or problem.batch_invariant:
         return mixed_plan(problem, gpu, "it is the one that serves num_splits and batch_invariant")
-    if problem.page_size and mixed_refusal(problem) is None and mixed_was_faster(problem, gpu):
-        return mixed_plan(problem, gpu, "keys lie in pages, and lengths may differ")
     refusal = _refusal("forward_short_gluon", problem, gpu) or short_passed_over(problem, gpu)
     if refusal is None and _hopper_declines(problem, gpu) is None:
         refusal = short_slower_than_hopper(problem, gpu)

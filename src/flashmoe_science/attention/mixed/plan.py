@@ -24,7 +24,8 @@ _MOST_SEQUENCES = 1024  # whose records one program looks at together
 _FEWEST_ROWS = 16  # of a tile: the step of the matrix unit
 _FEW_ROWS = 64  # up to which one tile of as many rows as the longest sequence has serves all
 # Programs with few rows, over those that are resident at a time. Two rounds took 74 us instead of 61 with 128 sequences
-# of log-normal lengths around 2k, 50 instead of 40 with 32 of 8k and 4 queries, on an H200; of equal lengths the same.
+# of log-normal lengths around 2k, 50 instead of 40 with 32 of 8k and 4 queries; of equal lengths the same
+# (lab/mixed/1_h200.txt).
 _FEW_ROUNDS = 1
 # Steps of a share, at least: each costs partial results, written and read again. More rows have more of them.
 _FEW_LEAST, _MANY_LEAST = 2, 8
@@ -78,17 +79,6 @@ def mixed_refusal(problem: AttentionProblem) -> str | None:
     if problem.item_bytes != 2:
         return f"it serves fp16 and bf16, got {problem.dtype}"
     return None
-
-
-def mixed_was_faster(problem: AttentionProblem, gpu: GpuSpec) -> bool:
-    """Return whether ``mixed_triton`` was measured to be faster than ``forward_triton`` for calls like this one.
-
-    On an H200 in one run, of the twelve batches of suite ``mixed``: 2.8 to 4.9 times as fast in the ten with single
-    tokens or few programs, 1.01 and 0.97 with prompts alone.
-    """
-    widest = max(problem.head_dim, problem.head_dim_v)
-    measured = ["packed sequences", "a page table"]
-    return gpu.arch == 90 and problem.causal and 32 < widest <= 128 and [*problem.features] == measured
 
 
 def split_refusal(problem: AttentionProblem) -> str | None:
