@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+import flashmoe_science
 from flashmoe_science.errors import InputError
 from flashmoe_science.operators.ranks.context_parallel import OPERATOR as ATTENTION
 from flashmoe_science.operators.ranks.expert_parallel import OPERATOR as EXPERTS
@@ -70,3 +73,9 @@ def test_suites_over_ranks_compile_what_each_rank_runs():
             assert operator.refusal(subject, case.problem, "H100") is None
             assert operator.refusal(subject, case.problem, "H200") is None
     assert ATTENTION.compile_jobs("context_parallel", [ATTENTION.parse_case(CASES[1][1])], ["H100"])
+
+
+def test_our_own_baselines_have_our_version_also_where_the_package_is_not_installed(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", mock.Mock(side_effect=importlib.metadata.PackageNotFoundError))
+    for operator in (ATTENTION, EXPERTS):
+        assert operator.baselines()["one-gpu"].version() == f"flashmoe_science {flashmoe_science.__version__}"

@@ -67,7 +67,7 @@ class OneGpu(Baseline):
     """All experts on all tokens on each rank's card, of whose answer a rank's part is kept."""
 
     name = ONE_GPU
-    distribution = "flashmoe-science"
+    distribution = None
 
     def bind(self, problem: Any, inputs: Inputs) -> Call:
         """Return a call on the whole inputs."""

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
 from torch.nn.attention import SDPBackend
 
-from ... import __version__
 from ...attention.api import flash_attention
 from ...attention.problem import AttentionProblem
 from .base import (
@@ -154,6 +153,7 @@ class WithoutFeatures(_WithFeatures):
     """``flash_attention`` of the same sizes and the same causal mask, without features: what the features cost."""
 
     name = "without-features"
+    distribution = None
     speed_of_light = True
     features = ("a sliding window", "a softcap", "attention sinks", "ALiBi", "a bias")
 
@@ -161,10 +161,6 @@ class WithoutFeatures(_WithFeatures):
         """Return a call with the options that are no features."""
         options: dict[str, Any] = {"causal": problem.causal, "softmax_scale": problem.softmax_scale}
         return functools.partial(flash_attention, inputs["q"], inputs["k"], inputs["v"], **options)
-
-    def version(self) -> str:
-        """Return our own version: the package may run from its sources."""
-        return f"flashmoe_science {__version__}"
 
     def refusal(self, problem: AttentionProblem) -> str | None:
         """There is nothing to leave out of a plain case."""

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
 from torch.nn.attention import SDPBackend
 
-from ... import __version__
 from ...attention.api import flash_attention
 from ...attention.backward.api import flash_attention_backward
 from ...attention.backward.problem import BackwardProblem
@@ -160,6 +159,7 @@ class WithoutFeatures(Baseline):
     """``flash_attention_backward`` of the same sizes and the same causal mask: what the features cost."""
 
     name = "without-features"
+    distribution = None
     speed_of_light = True
 
     def load(self) -> Callable[..., Any]:
@@ -173,10 +173,6 @@ class WithoutFeatures(Baseline):
         attend: Callable[..., Any] = flash_attention
         o, lse = attend(q, k, v, return_lse=True, **options)
         return functools.partial(flash_attention_backward, q, k, v, o, lse, do, **options)
-
-    def version(self) -> str:
-        """Return our own version: the package may run from its sources."""
-        return f"flashmoe_science {__version__}"
 
     def refusal(self, problem: BackwardProblem) -> str | None:
         """There is nothing to leave out of a plain case."""

@@ -253,6 +253,7 @@ class WideCaches(Baseline):
     """Our own call over caches in the dtype of q, made of the fp8 caches outside the timing."""
 
     name = "wide-cache"
+    distribution = None
     kernels = ("_decode_kernel", "_decode_sm90_kernel", "_merge_splits_kernel")
 
     def load(self) -> Callable[..., Any]:

@@ -84,6 +84,7 @@ class Portable(Baseline):
     """Our own kernel for every GPU, which does not split keys."""
 
     name = "forward-triton"
+    distribution = None
     kernels = ("_forward_kernel",)
 
     def load(self) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ... import __version__
 from ...errors import InputError
 from ...gpu.memory_copy import bind_copy, refuse_copy
 
@@ -44,7 +45,7 @@ class Baseline:
 
     name: str
     kernels: Sequence[str] = ()
-    distribution = "torch"  # the package whose version counts
+    distribution: str | None = "torch"  # the package whose version counts; None: this one, installed or not
     speed_of_light = False  # whether it does other work, whose answer is none to the problem
 
     def load(self) -> Callable[..., Any]:
@@ -57,6 +58,8 @@ class Baseline:
 
     def version(self) -> str:
         """Return the version of the package behind it."""
+        if self.distribution is None:
+            return f"flashmoe_science {__version__}"
         return f"{self.distribution} {importlib.metadata.version(self.distribution)}"
 
     def refusal(self, problem: Any) -> str | None:  # noqa: ARG002 - for those that override it
