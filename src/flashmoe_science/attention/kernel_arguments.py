@@ -90,6 +90,65 @@ class ForwardTile(NamedTuple):
     WIDE: bool  # an offset within a tile can pass 2**31
 
 
+class HopperForwardSizes(NamedTuple):
+    """Sizes of a forward call for Hopper, int32; heads are counted by PACK."""
+
+    heads: Any  # of a sequence
+    seqlen_q: Any
+    seqlen_k: Any
+    tiles_m: Any  # row tiles of PACK heads
+    heads_total: Any  # of all sequences
+    heads_per_group: Any  # that are walked over together when causal
+
+
+class VariantSizes(NamedTuple):
+    """Sizes of a forward call with features for Hopper, int32; packed: no length is read."""
+
+    batch: Any
+    heads: Any
+    seqlen_q: Any
+    seqlen_k: Any
+    tiles_m: Any  # row tiles of a head
+    together: Any  # heads, of all sequences, that are walked over together
+    dealt: Any  # heads whose row tiles are dealt out in rounds of their own
+
+
+class HopperTile(NamedTuple):
+    """What one program of a forward for Hopper works on, and with how much."""
+
+    WARPGROUPS: int  # that multiply matrices; 64 rows each
+    STAGES: int  # tiles of K, and of V, in flight
+    PING_PONG: bool  # the warpgroups take turns
+    REGISTERS: int  # of a thread of these warpgroups
+    D1: int  # columns of Q and K in the second of two powers of two; 0: there is one alone
+    DV0: int  # columns of V in the first
+    DV1: int
+
+
+class ShortCall(NamedTuple):
+    """Constants of a call of the forward over few keys."""
+
+    GROUP: int  # query heads that share one K/V head
+    D: int
+    DV: int
+    ALIGN: int  # every row of q, k and v starts at a multiple of this many elements
+    ALIGN_O: int  # every row of o starts at a multiple of this many elements
+    MASK_M: bool  # the last tile has fewer rows
+    MASK_N: bool  # there are fewer keys than all groups of warps have
+    IS_CAUSAL: bool
+    STORE_LSE: bool
+
+
+class ShortTile(NamedTuple):
+    """What one program of the forward over few keys works on."""
+
+    BLOCK_M: int
+    BLOCK_N: int  # keys of one group of warps
+    KEY_GROUPS: int  # groups of warps with a share of the keys each; KEY_GROUPS * BLOCK_N >= Sk
+    BLOCK_D: int  # D rounded up to a power of two
+    BLOCK_DV: int
+
+
 class BackwardCall(NamedTuple):
     """Constants of a call of the gradients."""
 
@@ -127,6 +186,19 @@ class KeySizes(NamedTuple):
     tiles_n: Any  # key tiles of a head
 
 
+class HopperBackwardSizes(NamedTuple):
+    """Sizes of a call of the gradients for Hopper, int32; packed: lengths and query tiles of all sequences."""
+
+    heads: Any  # of a sequence
+    heads_kv: Any
+    seqlen_q: Any
+    seqlen_k: Any
+    tiles_m: Any  # query tiles of a head
+    tiles_n: Any  # key tiles of a head
+    heads_total: Any  # K/V heads of all sequences; packed: of one
+    heads_per_group: Any  # K/V heads whose key tiles alternate in the order of programs
+
+
 class QuerySizes(NamedTuple):
     """Sizes for the gradient of q; packed: the longest lengths, read for a bias alone."""
 
@@ -162,6 +234,15 @@ class CacheSizes(NamedTuple):
 
     batch: Any
     heads_kv: Any
+    seqlen_q: Any
+    seqlen_new: Any
+    capacity: Any
+
+
+class LatentSizes(NamedTuple):
+    """Sizes of a call with a cache whose values are columns of its keys."""
+
+    batch: Any
     seqlen_q: Any
     seqlen_new: Any
     capacity: Any

@@ -98,14 +98,11 @@ def lap_of(i, SLOTS: gl.constexpr):
 @gluon.jit
 def make_ring(desc, more_desc, MORE: gl.constexpr, SLOTS: gl.constexpr, READERS: gl.constexpr, FREE: gl.constexpr):
     """Allocate a ring for the tiles of ``desc``, and of ``more_desc`` where there is a second part."""
-    bufs = gl.allocate_shared_memory(desc.dtype, [SLOTS] + desc.block_type.shape, desc.layout)
+    bufs = make_tiles(desc, SLOTS)
     more_bufs = bufs
     if MORE > 0:
-        more_bufs = gl.allocate_shared_memory(desc.dtype, [SLOTS] + more_desc.block_type.shape, more_desc.layout)
-    ready_bars = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(ready_bars.index(slot), count=1)
-    return Ring(bufs, more_bufs, ready_bars, MORE, FREE, READERS)  # type: ignore[call-arg] # aggregate gives it a constructor
+        more_bufs = make_tiles(more_desc, SLOTS)
+    return Ring(bufs, more_bufs, make_barriers(SLOTS, 1), MORE, FREE, READERS)  # type: ignore[call-arg] # aggregate gives it a constructor
 
 
 @aggregate
@@ -142,10 +139,7 @@ class Mailbox:
 def make_mailbox(FIELDS: gl.constexpr):
     """Allocate a mailbox."""
     bufs = gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    ready_bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(2):
-        mbarrier.init(ready_bars.index(slot), count=1)
-    return Mailbox(bufs, ready_bars, FIELDS)  # type: ignore[call-arg] # aggregate gives it a constructor
+    return Mailbox(bufs, make_barriers(2, 1), FIELDS)  # type: ignore[call-arg] # aggregate gives it a constructor
 
 
 @gluon.jit

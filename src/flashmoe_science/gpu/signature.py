@@ -48,6 +48,11 @@ class Scalar:
 Argument = Pointer | Descriptor | Scalar | None  # None: the kernel is compiled without it
 
 
+def scalars(kind: str, group: str = "", **values: float) -> dict[str, Argument]:
+    """Return scalars of one type by name; those of a group by ``group.name``."""
+    return {f"{group}.{name}" if group else name: Scalar(kind, value) for name, value in values.items()}
+
+
 @dataclass(frozen=True)
 class PreparedKernel:
     """One launch, ready to be compiled: what ``launch.prepare_launch`` takes."""

@@ -25,8 +25,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...gpu.gluon_sm90 import hide_from_compiler, lap_of, named_barrier, pack, slot_of, unpack
+from ...gpu.gluon_sm90 import (
+    hide_from_compiler,
+    lap_of,
+    make_barriers,
+    make_tiles,
+    named_barrier,
+    pack,
+    slot_of,
+    unpack,
+)
 from ...gpu.gluon_versions import aggregate, tma_add, tma_load, tma_store
+from ..kernel_arguments import HopperBackwardSizes, Window
 from .primitives_sm90 import (
     KeyTiles,
     Span,
@@ -36,9 +46,11 @@ from .primitives_sm90 import (
     load_partition,
     load_rows,
     make_key_tiles,
+    make_span,
     mask_edge,
     place_of,
     query_tile,
+    row_numbers,
     store_rows,
     unpack_wide,
     wait_until_read,
@@ -171,12 +183,6 @@ class Args:
 
 
 @gluon.jit
-def _row_numbers(a, slot, WHICH: gl.constexpr, layout: gl.constexpr):
-    """Return LSE (0) or delta (1) of the query rows of a tile, one a column of the scores."""
-    return a.stats_bufs.index(slot).slice(WHICH * ROWS, ROWS, dim=0).load(layout)
-
-
-@gluon.jit
 def _pass_ds(i, W: gl.constexpr):
     """Tell the other warpgroup that this one's dS of step ``i`` is there, and that it has read that of step i - 1."""
     named_barrier("arrive", READY + 2 * (1 - W) + (i & 1), BOTH)
@@ -245,7 +251,7 @@ def _step(
     s = warpgroup_mma(k_more, q_more.permute((1, 0)), s, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
     s = mask_edge(s, span, key, row, IS_EDGE)
-    lse = _row_numbers(a, slot, 0, columns)
+    lse = row_numbers(a, slot, 0, columns)
     packed = pack(gl.exp2(s * a.scale_log2 - lse[None, :]), dtype)
     mbarrier.wait(a.ready_bars.index(STAGES), i & 1)
     do = a.do_bufs.index(hide_from_compiler(0)).reshape([ROWS, DV])
@@ -253,7 +259,7 @@ def _step(
     p_operand = unpack(packed, dtype, gl.DotOperandLayout(0, dv.type.layout, 2))
     dv = warpgroup_mma(p_operand, do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
-    delta = _row_numbers(a, slot, 1, columns)
+    delta = row_numbers(a, slot, 1, columns)
     ds = pack(unpack_wide(packed, dtype, s_layout) * (dp - delta[None, :]), dtype)
     dv, _ = warpgroup_mma_wait(0, deps=[dv, p_operand])
     named_barrier("arrive", DO_FREE, BOTH + 32)
@@ -338,7 +344,8 @@ def _backward_192_sm90_kernel(
     dq_semaphore_ptr,  # [B * H * tiles_m + 1] int32, 0 before; the last counts key tiles that were drawn
     sequences_ptr,  # packed: [7, B] int32, see ``_order_key_tiles_kernel``; else None
     q_more_desc, k_more_desc, dk_more_desc, dq_more_desc,  # in boxes of the other 64 columns
-    heads, heads_kv, seqlen_q, seqlen_k, tiles_m, tiles_n, heads_total, heads_per_group, window_left, window_right,
+    sizes: HopperBackwardSizes,
+    window: Window,
     batch,  # packed: sequences; else None
     scale_log2,  # scale * log2(e)
     scale,
@@ -351,29 +358,26 @@ def _backward_192_sm90_kernel(
     """Compute dK and dV of 128 keys and add what they give to dQ. Grid: any."""
     gl.static_assert(GROUP % TOGETHER == 0, "all partitions have as many walks")
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], q_desc.dtype)
-    ready_bars = gl.allocate_shared_memory(gl.int64, [STAGES + 3, 1], mbarrier.MBarrierLayout())
-    for bar in gl.static_range(STAGES + 3):
-        mbarrier.init(ready_bars.index(bar), count=1)
-    written_bars = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(written_bars.index(0), count=1)
-    key_tiles = make_key_tiles(tiles_n, heads_total, heads_per_group, sequences_ptr, batch)
+    ready_bars = make_barriers(STAGES + 3, 1)
+    written_bars = make_barriers(1, 1)
+    key_tiles = make_key_tiles(sizes, sequences_ptr, batch)
     fence_async_shared()  # TMA, too, sees that the barriers are there
     dtype: gl.constexpr = q_desc.dtype
     a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
         q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc, dq_desc, dq_semaphore_ptr,
         q_more_desc, k_more_desc, dk_more_desc, dq_more_desc,
-        gl.allocate_shared_memory(dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout),
-        gl.allocate_shared_memory(dtype, [STAGES] + q_more_desc.block_type.shape, q_more_desc.layout),
-        gl.allocate_shared_memory(dtype, [1] + do_desc.block_type.shape, do_desc.layout),
-        gl.allocate_shared_memory(gl.float32, [STAGES] + stats_desc.block_type.shape, stats_desc.layout),
-        gl.allocate_shared_memory(dtype, [2] + k_desc.block_type.shape, k_desc.layout),
-        gl.allocate_shared_memory(dtype, [2] + k_more_desc.block_type.shape, k_more_desc.layout),
-        gl.allocate_shared_memory(dtype, [2] + v_desc.block_type.shape, v_desc.layout),
+        make_tiles(q_desc, STAGES),
+        make_tiles(q_more_desc, STAGES),
+        make_tiles(do_desc, 1),
+        make_tiles(stats_desc, STAGES),
+        make_tiles(k_desc, 2),
+        make_tiles(k_more_desc, 2),
+        make_tiles(v_desc, 2),
         gl.allocate_shared_memory(dtype, [4, ROWS, ROWS], ds_layout),
-        gl.allocate_shared_memory(gl.float32, [1] + dq_desc.block_type.shape, dq_desc.layout),
-        gl.allocate_shared_memory(gl.float32, [1] + dq_more_desc.block_type.shape, dq_more_desc.layout),
-        ready_bars, written_bars.index(0), key_tiles, heads, heads_kv,
-        Span(seqlen_q, seqlen_k, tiles_m, window_left, window_right, BOUND_LEFT, BOUND_RIGHT, ROWS, 2 * ROWS),  # type: ignore[call-arg] # aggregate gives it a constructor
+        make_tiles(dq_desc, 1),
+        make_tiles(dq_more_desc, 1),
+        ready_bars, written_bars.index(0), key_tiles, sizes.heads, sizes.heads_kv,
+        make_span(sizes, window, BOUND_LEFT, BOUND_RIGHT, ROWS, 2 * ROWS),
         scale_log2, scale, GROUP, TOGETHER,
     )  # fmt: skip
     R: gl.constexpr = MATRIX_REGISTERS

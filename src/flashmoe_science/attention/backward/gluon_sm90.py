@@ -39,8 +39,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...gpu.gluon_sm90 import hide_from_compiler, lap_of, named_barrier, pack, slot_of, unpack
+from ...gpu.gluon_sm90 import (
+    hide_from_compiler,
+    lap_of,
+    make_barriers,
+    make_tiles,
+    named_barrier,
+    pack,
+    slot_of,
+    unpack,
+)
 from ...gpu.gluon_versions import aggregate, tma_add, tma_load, tma_store
+from ..kernel_arguments import HopperBackwardSizes, Window
 from .primitives_sm90 import (
     KeyTiles,
     Span,
@@ -50,9 +60,11 @@ from .primitives_sm90 import (
     load_partition,
     load_rows,
     make_key_tiles,
+    make_span,
     mask_edge,
     place_of,
     query_tile,
+    row_numbers,
     store_rows,
     unpack_wide,
     wait_until_read,
@@ -170,12 +182,6 @@ class Args:
 
 
 @gluon.jit
-def _row_numbers(bufs, slot, WHICH: gl.constexpr, a, layout: gl.constexpr):
-    """Return LSE (0) or delta (1) of the query rows of a tile, one a column of the scores."""
-    return bufs.index(slot).slice(WHICH * a.BLOCK_M, a.BLOCK_M, dim=0).load(layout)
-
-
-@gluon.jit
 def _store_ds(ds, a, i, W: gl.constexpr):
     """Put dS where the other warpgroups read it: a tile of 64 keys by 64 queries, or two."""
     HALVES: gl.constexpr = a.BLOCK_M // 64
@@ -276,14 +282,14 @@ def _step(
     else:
         s = warpgroup_mma_wait(0, deps=[s])
     s = mask_edge(s, span, key, row, IS_EDGE)
-    lse = _row_numbers(a.stats_bufs, slot, 0, a, columns)
+    lse = row_numbers(a, slot, 0, columns)
     packed = pack(gl.exp2(s * a.scale_log2 - lse[None, :]), dtype)
     if a.V_COLUMNS > 0:  # in the place of the scores: there is no other
         dp = _issue_dp(a, v, do, zero, W)
     p_operand = unpack(packed, dtype, gl.DotOperandLayout(0, dv.type.layout, 2))
     dv = warpgroup_mma(p_operand, do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
-    delta = _row_numbers(a.stats_bufs, slot, 1, a, columns)
+    delta = row_numbers(a, slot, 1, columns)
     ds = pack(unpack_wide(packed, dtype, s_layout) * (dp - delta[None, :]), dtype)
     if a.V_COLUMNS > 0:  # so that the registers of P are free
         dv, _ = warpgroup_mma_wait(0, deps=[dv, p_operand])
@@ -363,7 +369,8 @@ def _backward_sm90_kernel(
     dq_desc,  # [B * H * tiles_m * 128 * WARPGROUPS, 32] fp32
     dq_semaphore_ptr,  # [B * H * tiles_m + 1] int32, 0 before; the last counts key tiles that were drawn
     sequences_ptr,  # packed: [7, B] int32, see ``_order_key_tiles_kernel``; else None
-    heads, heads_kv, seqlen_q, seqlen_k, tiles_m, tiles_n, heads_total, heads_per_group, window_left, window_right,
+    sizes: HopperBackwardSizes,
+    window: Window,
     batch,  # packed: sequences; else None
     scale_log2,  # scale * log2(e)
     scale,
@@ -384,25 +391,21 @@ def _backward_sm90_kernel(
     gl.static_assert(BLOCK_M * D == PART * WARPGROUPS, "a warpgroup computes 64 x 64 of dQ")
     gl.static_assert(STAGES <= KV_FREE - FREE, "the hardware has 16 barriers")
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, 64], q_desc.dtype)
-    ready_bars = gl.allocate_shared_memory(gl.int64, [STAGES + 2, 1], mbarrier.MBarrierLayout())
-    for bar in gl.static_range(STAGES + 2):
-        mbarrier.init(ready_bars.index(bar), count=1)
-    written_bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for bar in gl.static_range(2):
-        mbarrier.init(written_bars.index(bar), count=1)
-    key_tiles = make_key_tiles(tiles_n, heads_total, heads_per_group, sequences_ptr, batch)
+    ready_bars = make_barriers(STAGES + 2, 1)
+    written_bars = make_barriers(2, 1)
+    key_tiles = make_key_tiles(sizes, sequences_ptr, batch)
     fence_async_shared()  # TMA, too, sees that the barriers are there
     a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
         q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc, dq_desc, dq_semaphore_ptr,
-        gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout),
-        gl.allocate_shared_memory(q_desc.dtype, [STAGES] + do_desc.block_type.shape, do_desc.layout),
-        gl.allocate_shared_memory(gl.float32, [STAGES] + stats_desc.block_type.shape, stats_desc.layout),
-        gl.allocate_shared_memory(q_desc.dtype, [WARPGROUPS] + k_desc.block_type.shape, k_desc.layout),
-        gl.allocate_shared_memory(q_desc.dtype, [WARPGROUPS] + v_desc.block_type.shape, v_desc.layout),
+        make_tiles(q_desc, STAGES),
+        make_tiles(do_desc, STAGES),
+        make_tiles(stats_desc, STAGES),
+        make_tiles(k_desc, WARPGROUPS),
+        make_tiles(v_desc, WARPGROUPS),
         gl.allocate_shared_memory(q_desc.dtype, [2 * WARPGROUPS * BLOCK_M // 64, ROWS, 64], ds_layout),
-        gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout),
-        ready_bars, written_bars, key_tiles, heads, heads_kv,
-        Span(seqlen_q, seqlen_k, tiles_m, window_left, window_right, BOUND_LEFT, BOUND_RIGHT, BLOCK_M, 64 * WARPGROUPS),  # type: ignore[call-arg] # aggregate gives it a constructor
+        make_tiles(dq_desc, 2),
+        ready_bars, written_bars, key_tiles, sizes.heads, sizes.heads_kv,
+        make_span(sizes, window, BOUND_LEFT, BOUND_RIGHT, BLOCK_M, 64 * WARPGROUPS),
         scale_log2, scale,
         GROUP, TOGETHER, WARPGROUPS, BLOCK_M, STAGES, D, DV, V_COLUMNS,
     )  # fmt: skip

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ...gpu.signature import Argument, Pointer, PreparedKernel, Scalar, kernel_source, prepare_kernel
+from ...gpu.signature import Argument, Pointer, PreparedKernel, Scalar, kernel_source, prepare_kernel, scalars
 from ..forward.prepare import (
     MAX_REGISTERS,
     bias_alignment,
     bounds_and_bias,
     dropout_arguments,
-    each,
     in_units,
     optional_pointers,
     row_strides,
@@ -106,8 +105,8 @@ def _delta(problem: BackwardProblem, grid: tuple[int, int, int]) -> PreparedKern
         "delta_ptr": Pointer("fp32", aligned=True),
         "dlse_ptr": Pointer("fp32") if problem.has_dlse else None,
         "cu_seqlens_q_ptr": Pointer("i32") if p.packed else None,
-        **each("i64", ("stride_ob", "stride_oh", "stride_dob", "stride_doh"), (ob, oh, dob, doh)),
-        **each("i32", ("heads", "seqlen_q", "tiles_m"), (p.heads, p.seqlen_q, -(-p.seqlen_q // rows))),
+        **scalars("i64", stride_ob=ob, stride_oh=oh, stride_dob=dob, stride_doh=doh),
+        **scalars("i32", heads=p.heads, seqlen_q=p.seqlen_q, tiles_m=-(-p.seqlen_q // rows)),
     }
     constants = {
         "STRIDE_OM": problem.o_strides[2],
@@ -191,11 +190,17 @@ def _kv(
     p, tile = problem.forward, config.kv
     output, align = _output_of_keys(problem)
     arguments, constants = _shared(problem, tile, align)
-    sizes = {"heads": p.heads, "heads_kv": p.heads_kv, "seqlen_q": p.seqlen_q, "seqlen_k": p.seqlen_k}
     arguments |= {
         **{name: output if name in outputs else None for name in ("dk_ptr", "dv_ptr")},
-        **{f"sizes.{name}": Scalar("i32", value) for name, value in sizes.items()},
-        "sizes.tiles_n": Scalar("i32", -(-p.seqlen_k // tile.block_n)),
+        **scalars(
+            "i32",
+            "sizes",
+            heads=p.heads,
+            heads_kv=p.heads_kv,
+            seqlen_q=p.seqlen_q,
+            seqlen_k=p.seqlen_k,
+            tiles_n=-(-p.seqlen_k // tile.block_n),
+        ),
         "grad_scale": Scalar("fp32", p.scale),
     }
     for name, strides in (("dk", problem.dk_strides), ("dv", problem.dv_strides)):
@@ -211,12 +216,17 @@ def _q(problem: BackwardProblem, config: BackwardConfig, grid: tuple[int, int, i
     align = math.gcd(8, p.head_dim)
     arguments, constants = _shared(problem, tile, align)
     more, fixed = _gradient("dq", problem.dq_strides, align)
-    sizes = {"heads": p.heads, "seqlen_q": p.seqlen_q, "seqlen_k": p.seqlen_k}
     arguments |= {
         **more,
         "dq_ptr": _output(problem),
-        **{f"sizes.{name}": Scalar("i32", value) for name, value in sizes.items()},
-        "sizes.tiles_m": Scalar("i32", -(-p.seqlen_q // tile.block_m)),
+        **scalars(
+            "i32",
+            "sizes",
+            heads=p.heads,
+            seqlen_q=p.seqlen_q,
+            seqlen_k=p.seqlen_k,
+            tiles_m=-(-p.seqlen_q // tile.block_m),
+        ),
         "grad_scale": Scalar("fp32", p.scale),
     }
     return _prepare(_backward_q_kernel, grid, arguments, constants | fixed, tile.num_warps, tile.num_stages)
@@ -227,18 +237,19 @@ def _bias(problem: BackwardProblem, config: BackwardConfig, grid: tuple[int, int
     assert problem.bias_sums is not None
     sum_batch, sum_heads = problem.bias_sums
     arguments, constants = _shared(problem, tile)
-    sizes = {
-        "batch": p.batch,
-        "heads": p.heads,
-        "bias_heads": 1 if sum_heads else p.heads,
-        "seqlen_q": p.seqlen_q,
-        "seqlen_k": p.seqlen_k,
-        "tiles_m": -(-p.seqlen_q // tile.block_m),
-        "tiles_n": -(-p.seqlen_k // tile.block_n),
-    }
     arguments |= {
         "dbias_ptr": Pointer(p.bias, aligned=True),
-        **{f"sizes.{name}": Scalar("i32", value) for name, value in sizes.items()},
+        **scalars(
+            "i32",
+            "sizes",
+            batch=p.batch,
+            heads=p.heads,
+            bias_heads=1 if sum_heads else p.heads,
+            seqlen_q=p.seqlen_q,
+            seqlen_k=p.seqlen_k,
+            tiles_m=-(-p.seqlen_q // tile.block_m),
+            tiles_n=-(-p.seqlen_k // tile.block_n),
+        ),
     }
     constants |= {"SUM_BATCH": sum_batch, "SUM_HEADS": sum_heads}
     return _prepare(_backward_bias_kernel, grid, arguments, constants, tile.num_warps, tile.num_stages)

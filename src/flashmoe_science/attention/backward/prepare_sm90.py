@@ -6,8 +6,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from ...gpu.signature import Argument, Descriptor, Pointer, PreparedKernel, Scalar, kernel_source, prepare_kernel
-from ..forward.prepare import each, in_units
+from ...gpu.signature import (
+    Argument,
+    Descriptor,
+    Pointer,
+    PreparedKernel,
+    Scalar,
+    kernel_source,
+    prepare_kernel,
+    scalars,
+)
+from ..forward.prepare import in_units
 from ..tiles import block_dim
 from .d192_gluon_sm90 import _backward_192_sm90_kernel
 from .gluon_sm90 import _backward_sm90_kernel
@@ -104,11 +113,10 @@ def _order(
     problem: BackwardProblem, config: HopperBackwardConfig, grid: Grid, _tokens: Tokens | None
 ) -> PreparedKernel:
     p = problem.forward
-    integers = (p.batch, p.heads_kv, max(0, p.window[0]))
     arguments: dict[str, Argument] = {
         "sequences_ptr": Pointer("i32", aligned=True),
         **_lengths(problem, "q", "k"),
-        **each("i32", ("batch", "heads_kv", "window_left"), integers),
+        **scalars("i32", batch=p.batch, heads_kv=p.heads_kv, window_left=max(0, p.window[0])),
     }
     constants = {
         "BOUND_LEFT": p.bounded_left, "BLOCK_M": config.block_m, "KEYS": config.keys, "BLOCK_B": ORDERED,
@@ -120,20 +128,20 @@ def _order(
 def _clear(problem: BackwardProblem, config: HopperBackwardConfig, grid: Grid, tokens: Tokens | None) -> PreparedKernel:
     p = problem.forward
     assert tokens is not None
-    integers = {
-        "batch": p.batch,
-        "tokens_q": tokens[0],
-        "tokens_k": tokens[1],
-        "columns_q": p.heads * p.head_dim,
-        "columns_k": p.heads_kv * p.head_dim,
-        "columns_v": p.heads_kv * p.head_dim_v,
-        "window_left": max(0, p.window[0]),
-    }
     arguments: dict[str, Argument] = {
         **{f"d{name}_ptr": Pointer(p.dtype, aligned=True) for name in "qkv"},
         "cu_seqlens_q_ptr": Pointer("i32"),
         "cu_seqlens_k_ptr": Pointer("i32"),
-        **each("i32", tuple(integers), tuple(integers.values())),
+        **scalars(
+            "i32",
+            batch=p.batch,
+            tokens_q=tokens[0],
+            tokens_k=tokens[1],
+            columns_q=p.heads * p.head_dim,
+            columns_k=p.heads_kv * p.head_dim,
+            columns_v=p.heads_kv * p.head_dim_v,
+            window_left=max(0, p.window[0]),
+        ),
     }
     constants = {"BOUND_LEFT": p.bounded_left, "KEYS": config.keys, "BLOCK_T": CLEARED}
     source = kernel_source(_clear_kernel, arguments, constants, num_warps=CLEAR_WARPS)
@@ -145,7 +153,7 @@ def _prepare(
 ) -> PreparedKernel:
     p = problem.forward
     tiles_m, _ = hopper_backward_tiles(problem, config, tokens)
-    strides = in_units((*problem.o_strides[:2], *problem.do_strides[:2]), _UNIT)
+    ob, oh, dob, doh = in_units((*problem.o_strides[:2], *problem.do_strides[:2]), _UNIT)
     arguments: dict[str, Argument] = {
         "o_ptr": Pointer(p.dtype, aligned=True),
         "do_ptr": Pointer(p.dtype, aligned=True),
@@ -154,8 +162,8 @@ def _prepare(
         "stats_ptr": Pointer("fp32", aligned=True),
         "dq_semaphore_ptr": Pointer("i32", aligned=True),
         **_lengths(problem, "q"),
-        **each("i64", ("stride_ob", "stride_oh", "stride_dob", "stride_doh"), strides),
-        **each("i32", ("heads", "seqlen_q", "tiles_m"), (p.heads, p.seqlen_q, tiles_m)),
+        **scalars("i64", stride_ob=ob, stride_oh=oh, stride_dob=dob, stride_doh=doh),
+        **scalars("i32", heads=p.heads, seqlen_q=p.seqlen_q, tiles_m=tiles_m),
         "batch": _batch(problem),
     }
     constants = {
@@ -179,24 +187,24 @@ def _main(problem: BackwardProblem, config: HopperBackwardConfig, grid: Grid, to
     left, right = (max(0, reach) for reach in p.window)
     seqlen_q, seqlen_k = tokens or (p.seqlen_q, p.seqlen_k)
     heads_total = p.heads_kv if p.packed else p.batch * p.heads_kv
-    integers = {
-        "heads": p.heads,
-        "heads_kv": p.heads_kv,
-        "seqlen_q": seqlen_q,
-        "seqlen_k": seqlen_k,
-        "tiles_m": tiles_m,
-        "tiles_n": tiles_n,
-        "heads_total": heads_total,
-        "heads_per_group": min(config.heads_per_group, heads_total),
-        "window_left": left,
-        "window_right": right,
-    }
     arguments: dict[str, Argument] = {
         **_descriptors(problem, config, kernel, tokens),
         "dq_semaphore_ptr": Pointer("i32", aligned=True),
         "sequences_ptr": Pointer("i32", aligned=True) if p.packed else None,
         "batch": _batch(problem),
-        **{name: Scalar("i32", value) for name, value in integers.items()},
+        **scalars(
+            "i32",
+            "sizes",
+            heads=p.heads,
+            heads_kv=p.heads_kv,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            tiles_m=tiles_m,
+            tiles_n=tiles_n,
+            heads_total=heads_total,
+            heads_per_group=min(config.heads_per_group, heads_total),
+        ),
+        **scalars("i32", "window", left=left, right=right),
         "scale_log2": Scalar("fp32", p.scale_log2),
         "scale": Scalar("fp32", p.scale),
     }
@@ -270,13 +278,14 @@ def _finish(
 ) -> PreparedKernel:
     p = problem.forward
     tiles_m, _ = hopper_backward_tiles(problem, config, tokens)
+    stride_b, stride_h = in_units(problem.dq_strides[:2], _UNIT)
     arguments: dict[str, Argument] = {
         "acc_ptr": Pointer("fp32", aligned=True),
         "dq_semaphore_ptr": Pointer("i32", aligned=True),
         "dq_ptr": Pointer(p.dtype, aligned=True),
         **_lengths(problem, "q"),
-        **each("i64", ("stride_b", "stride_h"), in_units(problem.dq_strides[:2], _UNIT)),
-        **each("i32", ("heads", "seqlen_q", "tiles_m"), (p.heads, p.seqlen_q, tiles_m)),
+        **scalars("i64", stride_b=stride_b, stride_h=stride_h),
+        **scalars("i32", heads=p.heads, seqlen_q=p.seqlen_q, tiles_m=tiles_m),
         "scale": Scalar("fp32", p.scale),
         "batch": _batch(problem),
     }
@@ -300,12 +309,12 @@ def _sinks_gradient(
 ) -> PreparedKernel:
     p = problem.forward
     tiles_m, _ = hopper_backward_tiles(problem, config, tokens)
-    integers = (p.heads, 1 if p.packed else tiles_m, tiles_m if p.packed else p.batch * tiles_m)
+    beside, of_head = (1, tiles_m) if p.packed else (tiles_m, p.batch * tiles_m)
     arguments: dict[str, Argument] = {
         "stats_ptr": Pointer("fp32", aligned=True),
         "sinks_ptr": Pointer(p.sinks),
         "dsinks_ptr": Pointer(p.sinks),
-        **each("i32", ("heads", "tiles_m", "tiles"), integers),
+        **scalars("i32", heads=p.heads, tiles_m=beside, tiles=of_head),
     }
     constants = {"BLOCK_M": config.block_m, "BLOCK_T": SINK_ROWS // config.block_m}
     source = kernel_source(_sinks_gradient_kernel, arguments, constants, num_warps=SINK_WARPS)

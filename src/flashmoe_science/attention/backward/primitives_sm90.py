@@ -23,7 +23,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ...gpu.gluon_sm90 import fetch_next, lap_of, rematerialize, slot_of, wait_for_kernel_before
+from ...gpu.gluon_sm90 import fetch_next, lap_of, make_barriers, rematerialize, slot_of, wait_for_kernel_before
 from ...gpu.gluon_versions import aggregate, tma_load, tma_store
 
 ROWS = gl.constexpr(64)  # keys that a warpgroup computes scores of
@@ -445,19 +445,34 @@ def mask_edge(s, span, key, row, IS_EDGE: gl.constexpr):
 
 
 @gluon.jit
-def make_key_tiles(tiles_n, heads_total, heads_per_group, sequences_ptr, batch):
+def make_span(sizes, window, BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr, BLOCK_M: gl.constexpr,
+              KEYS: gl.constexpr):  # fmt: skip
+    """Return the span of a call; of packed sequences ``Span.of_sequence`` makes others."""
+    return Span(  # type: ignore[call-arg] # aggregate gives it a constructor
+        sizes.seqlen_q, sizes.seqlen_k, sizes.tiles_m, window.left, window.right,
+        BOUND_LEFT, BOUND_RIGHT, BLOCK_M, KEYS,
+    )  # fmt: skip
+
+
+@gluon.jit
+def make_key_tiles(sizes, sequences_ptr, batch):
     """Allocate the buffers through which the producer publishes the key tiles of a program."""
     IS_PACKED: gl.constexpr = sequences_ptr is not None
     SIZE: gl.constexpr = _SLOTS * _FIELDS if IS_PACKED else _SLOTS
-    bars = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
-    for bar in gl.static_range(_SLOTS):
-        mbarrier.init(bars.index(bar), count=1)
+    tiles_n, heads_total, heads_per_group = sizes.tiles_n, sizes.heads_total, sizes.heads_per_group
+    bars = make_barriers(_SLOTS, 1)
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     bufs = gl.allocate_shared_memory(gl.int32, [SIZE, 1], layout)
     if IS_PACKED:
         return KeyTiles(bufs, bars, tiles_n, heads_total, heads_per_group, sequences_ptr, batch, True)  # type: ignore[call-arg] # aggregate gives it a constructor
     else:  # noqa: RET505 - both would be compiled. The last two numbers are not read.
         return KeyTiles(bufs, bars, tiles_n, heads_total, heads_per_group, tiles_n, tiles_n, False)  # type: ignore[call-arg] # aggregate gives it a constructor
+
+
+@gluon.jit
+def row_numbers(a, slot, WHICH: gl.constexpr, layout: gl.constexpr):
+    """Return LSE (0) or delta (1) of the query rows of a tile, one a column of the scores."""
+    return a.stats_bufs.index(slot).slice(WHICH * a.span.BLOCK_M, a.span.BLOCK_M, dim=0).load(layout)
 
 
 @gluon.jit

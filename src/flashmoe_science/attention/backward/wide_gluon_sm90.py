@@ -24,8 +24,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...gpu.gluon_sm90 import hide_from_compiler, lap_of, named_barrier, pack, slot_of, unpack
+from ...gpu.gluon_sm90 import (
+    hide_from_compiler,
+    lap_of,
+    make_barriers,
+    make_tiles,
+    named_barrier,
+    pack,
+    slot_of,
+    unpack,
+)
 from ...gpu.gluon_versions import aggregate, tma_add, tma_load, tma_store
+from ..kernel_arguments import HopperBackwardSizes, Window
 from .primitives_sm90 import (
     KeyTiles,
     Span,
@@ -35,9 +45,11 @@ from .primitives_sm90 import (
     load_partition,
     load_rows,
     make_key_tiles,
+    make_span,
     mask_edge,
     place_of,
     query_tile,
+    row_numbers,
     store_rows,
     unpack_wide,
     wait_until_read,
@@ -179,12 +191,6 @@ class Args:
 
 
 @gluon.jit
-def _row_numbers(a, slot, WHICH: gl.constexpr, layout: gl.constexpr):
-    """Return LSE (0) or delta (1) of the query rows of a tile, one a column of the scores."""
-    return a.stats_bufs.index(slot).slice(WHICH * ROWS, ROWS, dim=0).load(layout)
-
-
-@gluon.jit
 def _as_held(packed):
     """Return packed P with 8 bytes a thread side by side: [64, 32] int32."""
     x = packed.reshape([4, 2, 8, 8, 4])  # warp, 8 rows further, row, column / 8, lane
@@ -255,7 +261,7 @@ def _score_step(dv, zero, a, span, i, key, row, IS_FIRST: gl.constexpr, IS_EDGE:
         dq = _issue_dq(a, i - 1, zero, 0)
         s = warpgroup_mma_wait(1, deps=[s])
     s = mask_edge(s, span, key, row, IS_EDGE)
-    lse = _row_numbers(a, slot, 0, gl.SliceLayout(0, s_layout))
+    lse = row_numbers(a, slot, 0, gl.SliceLayout(0, s_layout))
     packed = pack(gl.exp2(s * a.scale_log2 - lse[None, :]), dtype)
     named_barrier("arrive", Q_FREE + slot, BOTH + 32)
     if i > 0:
@@ -305,7 +311,7 @@ def _gradient_step(dk, dk_rest, zero, a, i, IS_FIRST: gl.constexpr):
     held_layout: gl.constexpr = _as_held(like).type.layout
     packed = _as_computed(a.p_bufs.index(hide_from_compiler(0)).load(held_layout), packed_layout)
     named_barrier("arrive", P_FREE, BOTH)
-    delta = _row_numbers(a, slot, 1, gl.SliceLayout(0, s_layout))
+    delta = row_numbers(a, slot, 1, gl.SliceLayout(0, s_layout))
     ds = pack(unpack_wide(packed, dtype, s_layout) * (dp - delta[None, :]), dtype)
     a.ds_bufs.index(i & 1).store(unpack(ds, dtype, s_layout))
     fence_async_shared()
@@ -427,7 +433,8 @@ def _backward_wide_sm90_kernel(
     dq_semaphore_ptr,  # [B * H * tiles_m * 2 + 1] int32, 0 before; the last counts key tiles that were drawn
     sequences_ptr,  # packed: [7, B] int32, see ``_order_key_tiles_kernel``; else None
     q_more_desc, k_more_desc, dk_more_desc,  # of the second part of the columns, or None
-    heads, heads_kv, seqlen_q, seqlen_k, tiles_m, tiles_n, heads_total, heads_per_group, window_left, window_right,
+    sizes: HopperBackwardSizes,
+    window: Window,
     batch,  # packed: sequences; else None
     scale_log2,  # scale * log2(e)
     scale,
@@ -446,33 +453,30 @@ def _backward_wide_sm90_kernel(
     gl.static_assert((LEFT if IN_PARTS else 256) == D, "dQ has parts of 64 columns")
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS], q_desc.dtype)
     p_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    ready_bars = gl.allocate_shared_memory(gl.int64, [STAGES + 3, 1], mbarrier.MBarrierLayout())
-    for bar in gl.static_range(STAGES + 3):
-        mbarrier.init(ready_bars.index(bar), count=1)
-    written_bars = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(written_bars.index(0), count=1)
-    key_tiles = make_key_tiles(tiles_n, heads_total, heads_per_group, sequences_ptr, batch)
+    ready_bars = make_barriers(STAGES + 3, 1)
+    written_bars = make_barriers(1, 1)
+    key_tiles = make_key_tiles(sizes, sequences_ptr, batch)
     fence_async_shared()  # TMA, too, sees that the barriers are there
-    q_bufs = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
-    do_bufs = gl.allocate_shared_memory(q_desc.dtype, [1] + do_desc.block_type.shape, do_desc.layout)
-    stats_bufs = gl.allocate_shared_memory(gl.float32, [STAGES] + stats_desc.block_type.shape, stats_desc.layout)
-    k_bufs = gl.allocate_shared_memory(q_desc.dtype, [1] + k_desc.block_type.shape, k_desc.layout)
-    v_bufs = gl.allocate_shared_memory(q_desc.dtype, [1] + v_desc.block_type.shape, v_desc.layout)
+    q_bufs = make_tiles(q_desc, STAGES)
+    do_bufs = make_tiles(do_desc, 1)
+    stats_bufs = make_tiles(stats_desc, STAGES)
+    k_bufs = make_tiles(k_desc, 1)
+    v_bufs = make_tiles(v_desc, 1)
     p_bufs = gl.allocate_shared_memory(gl.int32, [1, 64, 32], p_layout)
     ds_bufs = gl.allocate_shared_memory(q_desc.dtype, [2, KEYS, ROWS], ds_layout)
-    dq_bufs = gl.allocate_shared_memory(gl.float32, [1] + dq_desc.block_type.shape, dq_desc.layout)
+    dq_bufs = make_tiles(dq_desc, 1)
     q_more, k_more, dk_more = q_desc, k_desc, dk_desc
     q_more_bufs, k_more_bufs = q_bufs, k_bufs
     if IN_PARTS:
         q_more, k_more, dk_more = q_more_desc, k_more_desc, dk_more_desc
-        q_more_bufs = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_more.block_type.shape, q_more.layout)
-        k_more_bufs = gl.allocate_shared_memory(q_desc.dtype, [1] + k_more.block_type.shape, k_more.layout)
+        q_more_bufs = make_tiles(q_more, STAGES)
+        k_more_bufs = make_tiles(k_more, 1)
     a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
         q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc, dq_desc, dq_semaphore_ptr,
         q_more, k_more, dk_more,
         q_bufs, q_more_bufs, do_bufs, stats_bufs, k_bufs, k_more_bufs, v_bufs, p_bufs, ds_bufs, dq_bufs,
-        ready_bars, written_bars, key_tiles, heads, heads_kv,
-        Span(seqlen_q, seqlen_k, tiles_m, window_left, window_right, BOUND_LEFT, BOUND_RIGHT, ROWS, KEYS),  # type: ignore[call-arg] # aggregate gives it a constructor
+        ready_bars, written_bars, key_tiles, sizes.heads, sizes.heads_kv,
+        make_span(sizes, window, BOUND_LEFT, BOUND_RIGHT, ROWS, KEYS),
         scale_log2, scale, GROUP, TOGETHER, COLUMNS, D, DV,
     )  # fmt: skip
     R: gl.constexpr = MATRIX_REGISTERS

@@ -29,6 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...gpu.gluon_sm90 import (
     FIRST_BARRIER,
     hide_from_compiler,
+    make_barriers,
+    make_tiles,
     named_barrier,
     rematerialize,
     unpack,
@@ -36,6 +38,7 @@ from ...gpu.gluon_sm90 import (
 )
 from ...gpu.gluon_versions import aggregate, barrier, tma_load
 from ..forward.primitives_sm90 import exponentials, partial_sums, update_row_max
+from ..kernel_arguments import KVSplits, LatentSizes, NewStrides
 from .primitives_sm90 import find_share, launch_dependents, uniform
 
 ROWS = gl.constexpr(64)  # of a program
@@ -271,11 +274,10 @@ def _decode_sm90_kernel(
     o_part_ptr,  # [SHARES, Sq * H, COLUMNS] fp32, of each share before its sum divides it, or None
     sums_part_ptr,  # [SHARES, Sq * H, 2] fp32: the largest score of a row in units of log2(e), and its sum, or None
     q_more_desc, k_more_desc,  # of the columns behind COLUMNS
-    stride_tb, stride_ob, stride_oh, stride_om,
-    batch, seqlen_q, seqlen_new, capacity,
-    splits,  # the most shares of one sequence; BALANCED: shares of all sequences
-    least_tiles,  # of a share
-    uniform_splits,  # BALANCED: shares of each sequence where all are about as long
+    stride_tb,  # of the page table
+    o_strides: NewStrides,
+    sizes: LatentSizes,
+    kv_splits: KVSplits,
     scale_log2,  # softmax_scale * log2(e), positive
     HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, TILES_M: gl.constexpr,  # row tiles of one sequence
     IS_CAUSAL: gl.constexpr, BALANCED: gl.constexpr, BLOCK_B: gl.constexpr, STORE_LSE: gl.constexpr,
@@ -287,14 +289,12 @@ def _decode_sm90_kernel(
     pid = gl.program_id(0)
     tile = pid % TILES_M
     chunk = pid // TILES_M
-    b, split, share, count, end = find_share(
-        chunk, batch, seqlens_ptr, seqlen_new, capacity, splits, least_tiles, uniform_splits, BALANCED, BLOCK_B, KEYS
-    )
+    b, split, share, count, end = find_share(chunk, sizes, seqlens_ptr, kv_splits, BALANCED, BLOCK_B, KEYS)
     begin = split * share * KEYS
     stop = gl.minimum(begin + share * KEYS, end)
     if IS_CAUSAL and TILES_M > 1:
-        last_token = gl.minimum((tile * ROWS + ROWS - 1) // HEADS, seqlen_q - 1)
-        stop = gl.minimum(stop, gl.maximum(last_token + (end - seqlen_q) + 1, 0))
+        last_token = gl.minimum((tile * ROWS + ROWS - 1) // HEADS, sizes.seqlen_q - 1)
+        stop = gl.minimum(stop, gl.maximum(last_token + (end - sizes.seqlen_q) + 1, 0))
     steps = gl.maximum((stop - begin + KEYS - 1) // KEYS, 0)
     shares = count
     if split >= count:  # nothing to do, and no sequence, perhaps
@@ -302,14 +302,11 @@ def _decode_sm90_kernel(
 
     q_buf = gl.allocate_shared_memory(q_desc.dtype, q_desc.block_type.shape, q_desc.layout)
     q_more_buf = gl.allocate_shared_memory(q_desc.dtype, q_more_desc.block_type.shape, q_more_desc.layout)
-    k_bufs = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
-    k_more_bufs = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_more_desc.block_type.shape, k_more_desc.layout)
+    k_bufs, k_more_bufs = make_tiles(k_desc, STAGES), make_tiles(k_more_desc, STAGES)
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, KEYS], q_desc.dtype)
     p_buf = gl.allocate_shared_memory(q_desc.dtype, [ROWS, KEYS], p_layout)
     factor_buf = gl.allocate_shared_memory(gl.float32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    ready_bars = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES + 1):
-        mbarrier.init(ready_bars.index(slot), count=1)
+    ready_bars = make_barriers(STAGES + 1, 1)
     fence_async_shared()  # TMA, too, sees that the barriers are there
     table_ptr = o_ptr if page_table_ptr is None else page_table_ptr + b.to(gl.int64) * stride_tb
     a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
@@ -318,7 +315,7 @@ def _decode_sm90_kernel(
         o_ptr if o_part_ptr is None else o_part_ptr,
         o_ptr if sums_part_ptr is None else sums_part_ptr,
         q_buf, q_more_buf, k_bufs, k_more_bufs, p_buf, factor_buf, ready_bars,
-        b, tile, chunk, begin, steps, end, shares, stride_ob, stride_oh, stride_om, seqlen_q, scale_log2,
+        b, tile, chunk, begin, steps, end, shares, o_strides.b, o_strides.h, o_strides.m, sizes.seqlen_q, scale_log2,
         HEADS, PAGE_SIZE, IS_CAUSAL, STORE_LSE,
     )  # fmt: skip
     gl.warp_specialize(

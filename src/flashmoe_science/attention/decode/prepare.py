@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...gpu.signature import Argument, Descriptor, Pointer, PreparedKernel, Scalar, kernel_source, prepare_kernel
+from ...gpu.signature import (
+    Argument,
+    Descriptor,
+    Pointer,
+    PreparedKernel,
+    Scalar,
+    kernel_source,
+    prepare_kernel,
+    scalars,
+)
 from ..forward.plan_sm90 import HOPPER_REGISTERS
 from ..kernel_arguments import AppendCall, DecodeCall, DecodeTile
 from ..problem import LOG2_E, Strides
@@ -75,16 +84,6 @@ def _places(problem: CacheProblem, *, lengths_alone: bool = False) -> dict[str, 
     }
 
 
-def _integers(prefix: str, **values: int) -> dict[str, Argument]:
-    """Return int32 arguments of a group by name."""
-    return {f"{prefix}.{name}": Scalar("i32", value) for name, value in values.items()}
-
-
-def _strides(prefix: str, **values: int) -> dict[str, Argument]:
-    """Return int64 arguments of a group by name."""
-    return {f"{prefix}.{name}": Scalar("i64", value) for name, value in values.items()}
-
-
 def _triton(
     function: Any,
     plan: DecodePlan,
@@ -125,9 +124,16 @@ def _schedule(problem: CacheProblem, shares: KVSplits) -> dict[str, Argument]:
     """Return the sizes and splits from which a program finds its split; the merge is given the same."""
     p = problem
     return {
-        **_integers("sizes", batch=p.batch, heads_kv=p.heads_kv, seqlen_q=p.seqlen_q, seqlen_new=p.seqlen_new),
-        "sizes.capacity": Scalar("i32", p.capacity),
-        **_integers("kv_splits", splits=shares.splits, least_tiles=shares.least_tiles, uniform=shares.uniform),
+        **scalars(
+            "i32",
+            "sizes",
+            batch=p.batch,
+            heads_kv=p.heads_kv,
+            seqlen_q=p.seqlen_q,
+            seqlen_new=p.seqlen_new,
+            capacity=p.capacity,
+        ),
+        **scalars("i32", "kv_splits", splits=shares.splits, least_tiles=shares.least_tiles, uniform=shares.uniform),
     }
 
 
@@ -159,14 +165,14 @@ def _decode(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
         "bias_ptr": Pointer(p.bias, "bias") if p.bias else None,
         **_scales(p),
         **_outputs(p, split=shares.most > 1),
-        **_strides("q_strides", b=qb, h=qh),
-        **_strides("k_strides", b=kp, h=kh),
-        **_strides("v_strides", b=vp, h=vh),
-        **_strides("o_strides", b=ob, h=oh),
+        **scalars("i64", "q_strides", b=qb, h=qh),
+        **scalars("i64", "k_strides", b=kp, h=kh),
+        **scalars("i64", "v_strides", b=vp, h=vh),
+        **scalars("i64", "o_strides", b=ob, h=oh),
         "stride_tb": Scalar("i64", p.table_stride),
         **{f"bias_strides.{axis}": Scalar("i64", bias[i]) if p.bias else None for i, axis in enumerate("bhm")},
         **_schedule(p, shares),
-        **_integers("window", left=p.window[0], right=p.window[1]),
+        **scalars("i32", "window", left=p.window[0], right=p.window[1]),
         "scale": Scalar("fp32", _scale(p)),
         "softcap": Scalar("fp32", p.softcap * LOG2_E) if p.softcap else None,
     }
@@ -229,7 +235,6 @@ def _decode_hopper(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKern
     q_strides = p.q_strides[0], p.q_strides[2], p.q_strides[1], 1
     k_strides = *p.k_strides[:2], 1
     places, schedule = _places(p), _schedule(p, shares)
-    integers = ("sizes.batch", "sizes.seqlen_q", "sizes.seqlen_new", "sizes.capacity")
     arguments: dict[str, Argument] = {
         "q_desc": Descriptor(kind, (*queries, COLUMNS.value), q_shape, q_strides, "q"),
         "k_desc": Descriptor(kind, (*keys, COLUMNS.value), k_shape, k_strides, "k"),
@@ -239,11 +244,8 @@ def _decode_hopper(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKern
         "q_more_desc": Descriptor(kind, (*queries, MORE.value), q_shape, q_strides, "q", same_as="q_desc"),
         "k_more_desc": Descriptor(kind, (*keys, MORE.value), k_shape, k_strides, "k", same_as="k_desc"),
         "stride_tb": Scalar("i64", p.table_stride),
-        **{f"stride_o{axis}": Scalar("i64", p.output_strides[i]) for i, axis in enumerate("bhm")},
-        **{name.partition(".")[2]: schedule[name] for name in integers},
-        "splits": schedule["kv_splits.splits"],
-        "least_tiles": schedule["kv_splits.least_tiles"],
-        "uniform_splits": schedule["kv_splits.uniform"],
+        **scalars("i64", "o_strides", **dict(zip("bhm", p.output_strides[:3], strict=True))),
+        **{name: value for name, value in schedule.items() if name != "sizes.heads_kv"},
         "scale_log2": Scalar("fp32", _scale(p)),
     }
     constants = {
@@ -271,7 +273,7 @@ def _merge(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
         **_outputs(p, split=True),
         **_places(p, lengths_alone=True),
         "sinks_ptr": Pointer(p.sinks, "sinks") if p.sinks else None,
-        **_strides("o_strides", b=ob, h=oh),
+        **scalars("i64", "o_strides", b=ob, h=oh),
         **_schedule(p, shares),
         "window_left": Scalar("i32", p.window[0]),
     }
@@ -310,15 +312,15 @@ def _append(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
         "cos_ptr": Pointer(p.rotary_dtype, "cos") if rotary else None,
         "sin_ptr": Pointer(p.rotary_dtype, "sin") if rotary else None,
         **_scales(p),
-        **_strides("k_new_strides", **dict(zip("bhm", p.new_k_strides[:3], strict=True))),
-        **_strides("v_new_strides", **dict(zip("bhm", p.new_v_strides[:3], strict=True))),
-        **_strides("k_strides", page=k[0], row=k[1], h=k[2]),
-        **_strides("v_strides", page=v[0], row=v[1], h=v[2]),
-        **_strides("q_strides", b=q[0], h=q[1], m=q[2]),
+        **scalars("i64", "k_new_strides", **dict(zip("bhm", p.new_k_strides[:3], strict=True))),
+        **scalars("i64", "v_new_strides", **dict(zip("bhm", p.new_v_strides[:3], strict=True))),
+        **scalars("i64", "k_strides", page=k[0], row=k[1], h=k[2]),
+        **scalars("i64", "v_strides", page=v[0], row=v[1], h=v[2]),
+        **scalars("i64", "q_strides", b=q[0], h=q[1], m=q[2]),
         "stride_cos": Scalar("i64", p.rotary_stride),
         "stride_tb": Scalar("i64", p.table_stride),
-        **_integers("sizes", heads=p.heads, heads_kv=p.heads_kv, seqlen_q=p.seqlen_q, seqlen_new=p.seqlen_new),
-        **_integers("sizes", capacity=p.capacity, seqlen_rotary=p.rotary_length),
+        **scalars("i32", "sizes", heads=p.heads, heads_kv=p.heads_kv, seqlen_q=p.seqlen_q, seqlen_new=p.seqlen_new),
+        **scalars("i32", "sizes", capacity=p.capacity, seqlen_rotary=p.rotary_length),
     }
     call = AppendCall(
         D=p.head_dim,

@@ -17,7 +17,7 @@ def launch_dependents():
 
 @gluon.jit
 def uniform(x):
-    """Return an integer that all threads of a warp have uniform_splits, so that ptxas knows that they do.
+    """Return an integer that all threads of a warp have in common, so that ptxas knows that they do.
 
     A loop that ends with it then keeps the addresses of matrices in uniform registers, where 128 bytes were spilled.
     """
@@ -38,8 +38,7 @@ def _add(a, b):
 
 @gluon.jit
 def find_share(
-    chunk, batch, seqlens_ptr, seqlen_new, capacity, splits, least_tiles, uniform_splits,
-    BALANCED: gl.constexpr, BLOCK_B: gl.constexpr, BLOCK_N: gl.constexpr,
+    chunk, sizes, seqlens_ptr, kv_splits, BALANCED: gl.constexpr, BLOCK_B: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """Return sequence and number of the share ``chunk``, its tiles, the shares of the sequence, and its keys.
 
@@ -47,17 +46,18 @@ def find_share(
     """
     if BALANCED:
         seqs = gl.arange(0, BLOCK_B, _LENGTHS)
-        present = seqs < batch
-        ends = seqs * 0 + capacity
+        present = seqs < sizes.batch
+        ends = seqs * 0 + sizes.capacity
         if seqlens_ptr is not None:
-            ends = gl.minimum(gl.maximum(gl.load(seqlens_ptr + seqs, mask=present, other=0) + seqlen_new, 0), capacity)
+            ends = gl.load(seqlens_ptr + seqs, mask=present, other=0) + sizes.seqlen_new
+            ends = gl.minimum(gl.maximum(ends, 0), sizes.capacity)
         tiles = gl.where(present, _cdiv(ends, BLOCK_N), 0)
         total = gl.sum(tiles, 0)
-        mean = total // batch
-        quota = gl.maximum(_cdiv(total, splits), least_tiles)
+        mean = total // sizes.batch
+        quota = gl.maximum(_cdiv(total, kv_splits.splits), kv_splits.least_tiles)
         wanted = gl.maximum((tiles + quota // 2) // quota, 1)
         if gl.max(tiles, 0) <= mean + mean // 8:
-            wanted = seqs * 0 + uniform_splits
+            wanted = seqs * 0 + kv_splits.uniform
         shares = gl.maximum(_cdiv(tiles, wanted), 1)
         counts = gl.where(present, gl.maximum(_cdiv(tiles, shares), 1), 0)
         b = gl.sum((gl.associative_scan(counts, 0, _add) <= chunk).to(gl.int32), 0)
@@ -66,12 +66,12 @@ def find_share(
         count = gl.sum(gl.where(seqs == b, counts, 0), 0)
         end = gl.sum(gl.where(seqs == b, ends, 0), 0)
     else:
-        b = chunk // splits
-        split = chunk % splits
-        end = b * 0 + capacity
+        b = chunk // kv_splits.splits
+        split = chunk % kv_splits.splits
+        end = b * 0 + sizes.capacity
         if seqlens_ptr is not None:
-            end = gl.minimum(gl.maximum(gl.load(seqlens_ptr + b) + seqlen_new, 0), capacity)
+            end = gl.minimum(gl.maximum(gl.load(seqlens_ptr + b) + sizes.seqlen_new, 0), sizes.capacity)
         tiles = _cdiv(end, BLOCK_N)
-        share = gl.maximum(_cdiv(tiles, splits), least_tiles)
+        share = gl.maximum(_cdiv(tiles, kv_splits.splits), kv_splits.least_tiles)
         count = gl.maximum(_cdiv(tiles, share), 1)
     return b, split, share, count, end

@@ -36,12 +36,14 @@ from ...gpu.gluon_sm90 import (
     lap_of,
     make_mailbox,
     make_ring,
+    make_tiles,
     rematerialize,
     slot_of,
     special_register,
     wait_for_kernel_before,
 )
 from ...gpu.gluon_versions import aggregate, tma_store
+from ..kernel_arguments import HopperForwardSizes
 from .primitives_sm90 import (
     ROWS,
     TURNS,
@@ -317,46 +319,43 @@ def _forward_sm90_kernel(
     lse_ptr,  # [B, H, Sq] fp32, natural log
     counter_ptr,  # [1] int32, 0 before and after
     q_more_desc, k_more_desc, v_more_desc,  # of the second part of the columns, or None
-    heads, seqlen_q, seqlen_k, tiles_m, heads_total,  # heads by PACK
-    heads_per_group,  # heads, by PACK, that are walked over together when causal
+    sizes: HopperForwardSizes,
     scale_log2,  # softmax_scale * log2(e), positive
     GROUP: gl.constexpr,  # query heads that share one K/V head
     PACK: gl.constexpr,  # of them, those that share the rows of a warpgroup: a power of two
-    WARPGROUPS: gl.constexpr,  # that multiply matrices; 64 rows each
-    STAGES: gl.constexpr,  # tiles of K, and of V, in flight
-    IS_CAUSAL: gl.constexpr, EDGE_TILES: gl.constexpr, IS_ALIGNED: gl.constexpr,
-    PING_PONG: gl.constexpr,  # the warpgroups take turns
+    IS_CAUSAL: gl.constexpr, EDGE_TILES: gl.constexpr, IS_ALIGNED: gl.constexpr,  # as in ``Args``
     STORE_LSE: gl.constexpr,
-    D1: gl.constexpr, DV0: gl.constexpr, DV1: gl.constexpr,  # columns in two powers of two
-    MATRIX_REGISTERS: gl.constexpr,
+    TILE: gl.constexpr,  # HopperTile
 ):  # fmt: skip
     """Attend 64 * WARPGROUPS rows of one head, or of PACK heads, at a time.
 
     Grid: (at most tiles,), a program draws one after another.
     """
+    WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
+    STAGES: gl.constexpr = TILE.STAGES
     # A warpgroup that skips key tiles releases their V after all of their K; the producer fills them in turns.
     SKIPPED: gl.constexpr = ((WARPGROUPS - 1) * ROWS + k_desc.block_type.shape[2] - 1) // k_desc.block_type.shape[2]
     gl.static_assert(SKIPPED <= STAGES, "the producer would wait for V")
     gl.static_assert(TURNS + 2 * WARPGROUPS + 2 * STAGES <= 16, "the hardware has 16 barriers")
     declare_too_large()
-    q_more = q_more_desc if D1 > 0 else q_desc
-    k_more = k_more_desc if D1 > 0 else k_desc
-    v_more = v_more_desc if DV1 > 0 else v_desc
-    q_ring = make_ring(q_desc, q_more, D1, WARPGROUPS, 1, TURNS + WARPGROUPS)
-    k_ring = make_ring(k_desc, k_more, D1, STAGES, WARPGROUPS, TURNS + 2 * WARPGROUPS)
-    v_ring = make_ring(v_desc, v_more, DV1, STAGES, WARPGROUPS, TURNS + 2 * WARPGROUPS + STAGES)
+    q_more = q_more_desc if TILE.D1 > 0 else q_desc
+    k_more = k_more_desc if TILE.D1 > 0 else k_desc
+    v_more = v_more_desc if TILE.DV1 > 0 else v_desc
+    q_ring = make_ring(q_desc, q_more, TILE.D1, WARPGROUPS, 1, TURNS + WARPGROUPS)
+    k_ring = make_ring(k_desc, k_more, TILE.D1, STAGES, WARPGROUPS, TURNS + 2 * WARPGROUPS)
+    v_ring = make_ring(v_desc, v_more, TILE.DV1, STAGES, WARPGROUPS, TURNS + 2 * WARPGROUPS + STAGES)
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
-    o_bufs = gl.allocate_shared_memory(o_desc.dtype, [WARPGROUPS] + o_desc.block_type.shape, o_desc.layout)
+    o_bufs = make_tiles(o_desc, WARPGROUPS)
     row_tiles = make_mailbox(3)
     fence_async_shared()  # TMA, too, sees that the barriers are there
     a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
         q_desc, k_desc, v_desc, o_desc, q_more, k_more, v_more, lse_ptr, counter_ptr,
         row_tiles, q_ring, o_bufs, k_ring, v_ring,
-        heads, seqlen_q, seqlen_k, tiles_m, heads_total, heads_per_group, scale_log2,
-        GROUP, PACK, ROWS // PACK, WARPGROUPS, BLOCK_N, STAGES, IS_CAUSAL, EDGE_TILES, IS_ALIGNED, PING_PONG, STORE_LSE,
-        WARPGROUPS == 3 and BLOCK_N == 128, D1, DV0, DV1,
+        sizes.heads, sizes.seqlen_q, sizes.seqlen_k, sizes.tiles_m, sizes.heads_total, sizes.heads_per_group,
+        scale_log2, GROUP, PACK, ROWS // PACK, WARPGROUPS, BLOCK_N, STAGES, IS_CAUSAL, EDGE_TILES, IS_ALIGNED,
+        TILE.PING_PONG, STORE_LSE, WARPGROUPS == 3 and BLOCK_N == 128, TILE.D1, TILE.DV0, TILE.DV1,
     )  # fmt: skip
-    R: gl.constexpr = MATRIX_REGISTERS
+    R: gl.constexpr = TILE.REGISTERS
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [(_attend_partition, (a, 0)), (_attend_partition, (a, 1)), (_load_partition, (a,))],

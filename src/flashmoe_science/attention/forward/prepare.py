@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ...gpu.compile import grouped
-from ...gpu.signature import Argument, Pointer, PreparedKernel, Scalar, kernel_source, prepare_kernel
-from ..kernel_arguments import ForwardCall, ForwardTile
+from ...gpu.signature import Argument, Pointer, PreparedKernel, Scalar, kernel_source, prepare_kernel, scalars
+from ..kernel_arguments import ForwardCall, ForwardTile, ShortCall, ShortTile
 from ..masks.plan import MASKED_KERNEL
 from ..masks.prepare import prepare_masked
 from ..problem import ITEM_BYTES, LOG2_E, AttentionProblem
 from ..tiles import ForwardConfig, HopperConfig, Plan, ShortConfig, block_dim
 from .gluon_sm90 import _forward_sm90_kernel
 from .merge_triton import _merge_partials_kernel
-from .plan_sm90 import HOPPER_REGISTERS, hopper_edge_tiles, hopper_heads_per_group, hopper_is_aligned, hopper_tiles_m
+from .plan_sm90 import hopper_edge_tiles, hopper_heads_per_group, hopper_is_aligned, hopper_tiles_m
 from .prepared import hopper_tiles
 from .short_gluon import _forward_short_kernel
 from .short_plan import short_alignment
@@ -51,11 +50,6 @@ def _inputs(problem: AttentionProblem) -> dict[str, Argument]:
     return {f"{name}_ptr": Pointer(problem.dtype, aligned=problem.pointer_alignment >= 16) for name in "qkv"}
 
 
-def each(kind: str, names: Sequence[str], values: Sequence[float]) -> dict[str, Argument]:
-    """Return scalars of one type by name."""
-    return {name: Scalar(kind, value) for name, value in zip(names, values, strict=True)}
-
-
 def in_units(strides: tuple[int, ...], unit: int) -> tuple[int, ...]:
     """Return strides in units of ``unit`` elements: the kernel multiplies by it, so the compiler knows it divides."""
     assert all(stride % unit == 0 for stride in strides), (strides, unit)
@@ -64,16 +58,13 @@ def in_units(strides: tuple[int, ...], unit: int) -> tuple[int, ...]:
 
 def strides_of(name: str, strides: tuple[int, ...], unit: int) -> dict[str, Argument]:
     """Return the strides of sequences and heads of one tensor, in units of ``unit`` elements."""
-    return each("i64", (f"{name}.b", f"{name}.h"), in_units(strides[:2], unit))
+    b, h = in_units(strides[:2], unit)
+    return scalars("i64", name, b=b, h=h)
 
 
 def row_strides(name: str, strides: tuple[int, ...]) -> dict[str, Any]:
     """Return the strides of rows and columns of one tensor, which are constants."""
     return {f"{name}.ROW": strides[2], f"{name}.COLUMN": strides[3]}
-
-
-def _head_strides(problem: AttentionProblem, align: int) -> tuple[int, ...]:
-    return in_units((*problem.q_strides[:2], *problem.k_strides[:2], *problem.v_strides[:2]), align)
 
 
 def prepare_kernels(plan: Plan) -> tuple[PreparedKernel, ...]:
@@ -95,35 +86,40 @@ def prepare_kernels(plan: Plan) -> tuple[PreparedKernel, ...]:
 def _short(plan: Plan, config: ShortConfig) -> PreparedKernel:
     p = plan.problem
     align, align_o = min(short_alignment(p.head_dim), short_alignment(p.head_dim_v)), output_alignment(p)
-    strides = _head_strides(p, align)
     arguments: dict[str, Argument] = {
         **_inputs(p),
         "o_ptr": Pointer(p.dtype, aligned=True),
         "lse_ptr": Pointer("fp32", aligned=True),
-        **each("i64", ("stride_qb", "stride_qh", "stride_kb", "stride_kh", "stride_vb", "stride_vh"), strides),
-        **each("i64", ("stride_ob", "stride_oh"), in_units(p.output_strides[:2], align_o)),
-        **each("i32", ("seqlen_q", "seqlen_k"), (p.seqlen_q, p.seqlen_k)),
+        **strides_of("q_strides", p.q_strides, align),
+        **strides_of("k_strides", p.k_strides, align),
+        **strides_of("v_strides", p.v_strides, align),
+        **strides_of("o_strides", p.output_strides, align_o),
+        **scalars("i32", seqlen_q=p.seqlen_q, seqlen_k=p.seqlen_k),
         "scale_log2": Scalar("fp32", p.scale_log2),
     }
     constants = {
-        "STRIDE_QM": p.q_strides[2],
-        "STRIDE_KN": p.k_strides[2],
-        "STRIDE_VN": p.v_strides[2],
-        "STRIDE_OM": p.output_strides[2],
-        "ALIGN": align,
-        "ALIGN_O": align_o,
-        "GROUP": p.group,
-        "D": p.head_dim,
-        "DV": p.head_dim_v,
-        "BLOCK_D": block_dim(p.head_dim),
-        "BLOCK_DV": block_dim(p.head_dim_v),
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "KEY_GROUPS": config.key_groups,
-        "MASK_M": p.seqlen_q % config.block_m != 0,
-        "MASK_N": p.seqlen_k != config.block_n * config.key_groups,
-        "IS_CAUSAL": p.causal,
-        "STORE_LSE": p.return_lse,
+        **row_strides("q_strides", p.q_strides),
+        **row_strides("k_strides", p.k_strides),
+        **row_strides("v_strides", p.v_strides),
+        **row_strides("o_strides", p.output_strides),
+        "CALL": ShortCall(
+            GROUP=p.group,
+            D=p.head_dim,
+            DV=p.head_dim_v,
+            ALIGN=align,
+            ALIGN_O=align_o,
+            MASK_M=p.seqlen_q % config.block_m != 0,
+            MASK_N=p.seqlen_k != config.block_n * config.key_groups,
+            IS_CAUSAL=p.causal,
+            STORE_LSE=p.return_lse,
+        ),
+        "TILE": ShortTile(
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            KEY_GROUPS=config.key_groups,
+            BLOCK_D=block_dim(p.head_dim),
+            BLOCK_DV=block_dim(p.head_dim_v),
+        ),
         "num_warps": config.num_warps,
     }
     source = kernel_source(
@@ -135,27 +131,31 @@ def _short(plan: Plan, config: ShortConfig) -> PreparedKernel:
 def _hopper(plan: Plan, config: HopperConfig) -> PreparedKernel:
     p = plan.problem
     heads = p.heads // config.pack
-    tiles, constants = hopper_tiles(p, config)
+    tiles, tile = hopper_tiles(p, config)
     arguments: dict[str, Argument] = {
         **tiles,
         "lse_ptr": Pointer("fp32", aligned=True),
         "counter_ptr": Pointer("i32"),
-        **each("i32", ("heads", "seqlen_q", "seqlen_k"), (heads, p.seqlen_q, p.seqlen_k)),
-        **each("i32", ("tiles_m", "heads_total"), (hopper_tiles_m(p, config), p.batch * heads)),
-        "heads_per_group": Scalar("i32", hopper_heads_per_group(p, config)),
+        **scalars(
+            "i32",
+            "sizes",
+            heads=heads,
+            seqlen_q=p.seqlen_q,
+            seqlen_k=p.seqlen_k,
+            tiles_m=hopper_tiles_m(p, config),
+            heads_total=p.batch * heads,
+            heads_per_group=hopper_heads_per_group(p, config),
+        ),
         "scale_log2": Scalar("fp32", p.scale_log2),
     }
-    constants |= {
+    constants = {
         "GROUP": p.group,
         "PACK": config.pack,
-        "WARPGROUPS": config.warpgroups,
-        "STAGES": config.num_stages,
         "IS_CAUSAL": p.causal,
         "EDGE_TILES": hopper_edge_tiles(p, config),
         "IS_ALIGNED": hopper_is_aligned(p, config),
-        "PING_PONG": config.ping_pong,
         "STORE_LSE": p.return_lse,
-        "MATRIX_REGISTERS": HOPPER_REGISTERS[config.warpgroups],
+        "TILE": tile,
     }
     source = kernel_source(_forward_sm90_kernel, arguments, constants, num_warps=4, dependent_launch=True)
     return prepare_kernel(source, plan.launches[0].grid, arguments)
@@ -191,9 +191,15 @@ def _forward(plan: Plan, config: ForwardConfig) -> PreparedKernel:
         **strides_of("k_strides", p.k_strides, align),
         **strides_of("v_strides", p.v_strides, align),
         **strides_of("o_strides", (*o_strides[:2],), align_o),
-        **each("i32", ("sizes.batch", "sizes.heads"), (p.batch, p.heads)),
-        **each("i32", ("sizes.seqlen_q", "sizes.seqlen_k"), (p.seqlen_q, p.seqlen_k)),
-        "sizes.tiles_m": Scalar("i32", -(-p.seqlen_q // config.block_m)),
+        **scalars(
+            "i32",
+            "sizes",
+            batch=p.batch,
+            heads=p.heads,
+            seqlen_q=p.seqlen_q,
+            seqlen_k=p.seqlen_k,
+            tiles_m=-(-p.seqlen_q // config.block_m),
+        ),
         "scale": Scalar("fp32", _forward_scale(p)),
         "softcap": Scalar("fp32", p.softcap * unit) if p.softcap else None,
         **dropout_arguments(p),
@@ -277,11 +283,11 @@ def bounds_and_bias(problem: AttentionProblem) -> tuple[dict[str, Argument], dic
             arguments[name] = Scalar("i32", bound)
         else:
             constants[name] = 0
-    names = ("bias_strides.b", "bias_strides.h", "bias_strides.m")
     if problem.bias:
-        arguments |= each("i64", names, in_units(problem.bias_strides[:3], bias_alignment(problem)))
+        b, h, m = in_units(problem.bias_strides[:3], bias_alignment(problem))
+        arguments |= scalars("i64", "bias_strides", b=b, h=h, m=m)
     else:
-        constants |= dict.fromkeys(names, 0)
+        constants |= {f"bias_strides.{axis}": 0 for axis in "bhm"}
     return arguments, constants
 
 
@@ -302,14 +308,14 @@ def dropout_last(problem: AttentionProblem) -> int:
 
 def _merge(plan: Plan, config: ForwardConfig) -> PreparedKernel:
     p = plan.problem
-    strides = (*in_units(p.output_strides[:2], output_alignment(p)), p.rows)
+    stride_ob, stride_oh = in_units(p.output_strides[:2], output_alignment(p))
     arguments: dict[str, Argument] = {
         "o_part_ptr": Pointer("fp32", aligned=True),
         "lse_part_ptr": Pointer("fp32", aligned=True),
         "o_ptr": Pointer(p.dtype, aligned=True),
         "lse_ptr": Pointer("fp32", aligned=True),
-        **each("i64", ("stride_ob", "stride_oh", "rows_total"), strides),
-        **each("i32", ("heads", "seqlen_q", "tiles_m"), (p.heads, p.seqlen_q, -(-p.seqlen_q // MERGE_ROWS))),
+        **scalars("i64", stride_ob=stride_ob, stride_oh=stride_oh, rows_total=p.rows),
+        **scalars("i32", heads=p.heads, seqlen_q=p.seqlen_q, tiles_m=-(-p.seqlen_q // MERGE_ROWS)),
     }
     constants = {
         "ALIGN_O": output_alignment(p),

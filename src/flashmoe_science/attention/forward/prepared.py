@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ...gpu.signature import Argument, Descriptor
+from ..kernel_arguments import HopperTile
 from ..problem import AttentionProblem, Strides
 from ..tiles import HopperConfig
-from .plan_sm90 import HOPPER_ROWS, hopper_columns, hopper_output_columns
+from .plan_sm90 import HOPPER_REGISTERS, HOPPER_ROWS, hopper_columns, hopper_output_columns
 
 
 def hopper_tiles(
     problem: AttentionProblem, config: HopperConfig, tokens: tuple[int, int] | None = None
-) -> tuple[dict[str, Argument], dict[str, Any]]:
-    """Return the descriptors of q, k, v and o, and the constants that say how columns lie: in two powers of two.
+) -> tuple[dict[str, Argument], HopperTile]:
+    """Return the descriptors of q, k, v and o, and the constants of a program's tile.
 
     ``tokens`` are those of q and of k and v in a call with packed sequences: each tensor is one sequence of all.
     """
@@ -41,4 +40,5 @@ def hopper_tiles(
         "k_more_desc": tiled("k", (*keys, d_more), k, k_strides, "k_desc") if more[1] else None,
         "v_more_desc": tiled("v", (*keys, dv_more), v, v_strides, "v_desc") if more[2] else None,
     }
-    return arguments, {"D1": d_more, "DV0": dv, "DV1": dv_more}
+    registers = HOPPER_REGISTERS[config.warpgroups]
+    return arguments, HopperTile(config.warpgroups, config.num_stages, config.ping_pong, registers, d_more, dv, dv_more)

@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from ...gpu.gluon_versions import async_load
+from ..kernel_arguments import Strides
 
 
 @gluon.constexpr_function
@@ -58,25 +59,23 @@ def _forward_short_kernel(
     v_ptr,  # [B, HK, Sk, DV]
     o_ptr,  # [B, H, Sq, DV]
     lse_ptr,  # [B, H, Sq] fp32, natural log
-    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,  # in units of ALIGN elements
-    stride_ob, stride_oh,  # in units of ALIGN_O elements
+    q_strides: Strides, k_strides: Strides, v_strides: Strides,  # in units of ALIGN elements
+    o_strides: Strides,  # in units of ALIGN_O elements
     seqlen_q, seqlen_k,
     scale_log2,  # softmax_scale * log2(e), positive
-    STRIDE_QM: gl.constexpr, STRIDE_KN: gl.constexpr, STRIDE_VN: gl.constexpr, STRIDE_OM: gl.constexpr,
-    ALIGN: gl.constexpr,  # every row of q, k and v starts at a multiple of this many elements
-    ALIGN_O: gl.constexpr,  # every row of o starts at a multiple of this many elements
-    GROUP: gl.constexpr,  # query heads that share one K/V head
-    D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,  # keys of one group of warps
-    KEY_GROUPS: gl.constexpr,  # groups of warps with a share of the keys each; KEY_GROUPS * BLOCK_N >= Sk
-    MASK_M: gl.constexpr, MASK_N: gl.constexpr, IS_CAUSAL: gl.constexpr, STORE_LSE: gl.constexpr,
+    CALL: gl.constexpr,  # ShortCall
+    TILE: gl.constexpr,  # ShortTile
     DEPENDENT_LAUNCH: gl.constexpr,  # launched before the kernel before it has ended (sm_90 and newer)
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """Attend BLOCK_M rows of one head to all keys. Grid: (tiles_m, H, B)."""
-    G: gl.constexpr = KEY_GROUPS
-    ROW_GROUPS: gl.constexpr = num_warps // KEY_GROUPS
+    # Triton 3.6 takes names of constants in lists, not fields of groups.
+    BLOCK_M: gl.constexpr = TILE.BLOCK_M
+    BLOCK_N: gl.constexpr = TILE.BLOCK_N
+    BLOCK_D: gl.constexpr = TILE.BLOCK_D
+    BLOCK_DV: gl.constexpr = TILE.BLOCK_DV
+    G: gl.constexpr = TILE.KEY_GROUPS
+    ROW_GROUPS: gl.constexpr = num_warps // TILE.KEY_GROUPS
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[G, ROW_GROUPS, 1], instr_shape=[1, 16, 8]
@@ -85,17 +84,19 @@ def _forward_short_kernel(
     b_layout: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
 
     first_row, h, b = gl.program_id(0) * BLOCK_M, gl.program_id(1), gl.program_id(2)
-    q_base = q_ptr + (b.to(gl.int64) * stride_qb + h.to(gl.int64) * stride_qh) * ALIGN
-    k_base = k_ptr + (b.to(gl.int64) * stride_kb + (h // GROUP).to(gl.int64) * stride_kh) * ALIGN
-    v_base = v_ptr + (b.to(gl.int64) * stride_vb + (h // GROUP).to(gl.int64) * stride_vh) * ALIGN
+    q_base = q_ptr + (b.to(gl.int64) * q_strides.b + h.to(gl.int64) * q_strides.h) * CALL.ALIGN
+    k_base = k_ptr + (b.to(gl.int64) * k_strides.b + (h // CALL.GROUP).to(gl.int64) * k_strides.h) * CALL.ALIGN
+    v_base = v_ptr + (b.to(gl.int64) * v_strides.b + (h // CALL.GROUP).to(gl.int64) * v_strides.h) * CALL.ALIGN
     q_smem = gl.allocate_shared_memory(dtype, [1, BLOCK_M, BLOCK_D], _operand_shared_layout(BLOCK_D))
     k_smem = gl.allocate_shared_memory(dtype, [G, BLOCK_N, BLOCK_D], _operand_shared_layout(BLOCK_D))
     v_smem = gl.allocate_shared_memory(dtype, [G, BLOCK_N, BLOCK_DV], _operand_shared_layout(BLOCK_DV))
     if DEPENDENT_LAUNCH:  # all above ran while the kernel before was ending; no memory is touched before this wait
         gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    _copy_rows(k_base, STRIDE_KN, k_smem, 0, seqlen_k, D, _copy_layout(G, ROW_GROUPS, BLOCK_D), MASK_N)
-    _copy_rows(q_base, STRIDE_QM, q_smem, first_row, seqlen_q, D, _copy_layout(1, num_warps, BLOCK_D), MASK_M)
-    _copy_rows(v_base, STRIDE_VN, v_smem, 0, seqlen_k, DV, _copy_layout(G, ROW_GROUPS, BLOCK_DV), MASK_N)
+    _copy_rows(k_base, k_strides.ROW, k_smem, 0, seqlen_k, CALL.D, _copy_layout(G, ROW_GROUPS, BLOCK_D), CALL.MASK_N)
+    _copy_rows(
+        q_base, q_strides.ROW, q_smem, first_row, seqlen_q, CALL.D, _copy_layout(1, num_warps, BLOCK_D), CALL.MASK_M
+    )
+    _copy_rows(v_base, v_strides.ROW, v_smem, 0, seqlen_k, CALL.DV, _copy_layout(G, ROW_GROUPS, BLOCK_DV), CALL.MASK_N)
     async_copy.commit_group()
     # One wait for all three: with a wait of their own for K and V the compiler moves the second up to the first.
     async_copy.wait_group(0)
@@ -107,13 +108,13 @@ def _forward_short_kernel(
     group = gl.arange(0, G, gl.SliceLayout(1, gl.SliceLayout(2, mma)))
     col = gl.arange(0, BLOCK_N, gl.SliceLayout(0, gl.SliceLayout(1, mma)))
     key = group[:, None, None] * BLOCK_N + col[None, None, :]  # [G, 1, BLOCK_N]
-    if IS_CAUSAL:
+    if CALL.IS_CAUSAL:
         row = first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(2, mma)))
         s = gl.where(key <= row[None, :, None] + (seqlen_k - seqlen_q), s, -float("inf"))
-    if MASK_N:
+    if CALL.MASK_N:
         s = gl.where(key < seqlen_k, s, -float("inf"))
     m = gl.max(s, 2) * scale_log2  # [G, BLOCK_M]
-    if IS_CAUSAL or MASK_N:  # a group that sees no key has m == -inf, and -inf - -inf is NaN
+    if CALL.IS_CAUSAL or CALL.MASK_N:  # a group that sees no key has m == -inf, and -inf - -inf is NaN
         m_safe = gl.where(m == -float("inf"), 0.0, m)
     else:
         m_safe = m
@@ -146,12 +147,12 @@ def _forward_short_kernel(
     out2: gl.constexpr = gl.SliceLayout(0, out3)
     row = first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, out2))
     col = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, out2))
-    o_base = o_ptr + (b.to(gl.int64) * stride_ob + h.to(gl.int64) * stride_oh) * ALIGN_O
-    mask = col[None, :] < DV
-    if MASK_M:
+    o_base = o_ptr + (b.to(gl.int64) * o_strides.b + h.to(gl.int64) * o_strides.h) * CALL.ALIGN_O
+    mask = col[None, :] < CALL.DV
+    if CALL.MASK_M:
         mask = mask & (row < seqlen_q)[:, None]
-    gl.store(o_base + row[:, None] * STRIDE_OM + col[None, :], out.to(dtype), mask=mask)
-    if STORE_LSE:
+    gl.store(o_base + row[:, None] * o_strides.ROW + col[None, :], out.to(dtype), mask=mask)
+    if CALL.STORE_LSE:
         lse = gl.where(has_keys, (top + gl.log2(total)) * 0.6931471805599453, -float("inf"))
         row = first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(2, out3)))
         lse_base = lse_ptr + (b.to(gl.int64) * gl.num_programs(1) + h) * seqlen_q

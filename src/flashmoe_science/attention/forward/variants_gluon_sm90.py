@@ -30,12 +30,14 @@ from ...gpu.gluon_sm90 import (
     lap_of,
     make_mailbox,
     make_ring,
+    make_tiles,
     rematerialize,
     slot_of,
     special_register,
     wait_for_kernel_before,
 )
 from ...gpu.gluon_versions import barrier
+from ..kernel_arguments import VariantSizes, Window
 from .primitives_sm90 import (
     ROWS,
     TURNS,
@@ -312,39 +314,35 @@ def _forward_features_sm90_kernel(
     sequences_ptr,  # packed: [8, B] int32, see ``sequences_triton``; else None
     counter_ptr,  # packed: [1] int32, 0 before and after; else None
     q_more_desc, k_more_desc, v_more_desc,  # of the second part of the columns, or None
-    batch, heads, seqlen_q, seqlen_k, tiles_m,  # packed: no length is read
-    together,  # heads, of all sequences, that are walked over together
-    dealt,  # heads whose row tiles are dealt out in rounds of their own
-    window_left, window_right,  # row m sees keys m + Sk - Sq - window_left to m + Sk - Sq + window_right
+    sizes: VariantSizes,
+    window: Window,
     scale_log2,  # softmax_scale * log2(e), positive; with a softcap softcap * log2(e)
     cap_scale,  # softmax_scale / softcap; or 0
     GROUP: gl.constexpr,  # query heads that share one K/V head
-    WARPGROUPS: gl.constexpr,  # that multiply matrices; 64 rows each
-    STAGES: gl.constexpr,  # tiles of K, and of V, in flight
     HAS_SEQUSED_Q: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr,  # whether some keys come too early, or too late, for some rows
-    PING_PONG: gl.constexpr,  # the warpgroups take turns
     STORE_LSE: gl.constexpr,
-    D1: gl.constexpr, DV0: gl.constexpr, DV1: gl.constexpr,  # columns in two powers of two
     DV: gl.constexpr,  # columns of o
-    MATRIX_REGISTERS: gl.constexpr,
+    TILE: gl.constexpr,  # HopperTile
 ):  # fmt: skip
     """Attend 64 * WARPGROUPS rows of one head of one sequence at a time.
 
     Grid: (at most tiles,), a program attends one after another.
     """
+    WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
+    STAGES: gl.constexpr = TILE.STAGES
     gl.static_assert(TURNS + 2 * WARPGROUPS + 2 * STAGES <= 16, "the hardware has 16 barriers")
     declare_too_large()
     HAS_SINKS: gl.constexpr = sinks_ptr is not None
     IS_PACKED: gl.constexpr = sequences_ptr is not None
-    q_more = q_more_desc if D1 > 0 else q_desc
-    k_more = k_more_desc if D1 > 0 else k_desc
-    v_more = v_more_desc if DV1 > 0 else v_desc
-    q_ring = make_ring(q_desc, q_more, D1, WARPGROUPS, 1, TURNS + WARPGROUPS)
-    k_ring = make_ring(k_desc, k_more, D1, STAGES, WARPGROUPS, TURNS + 2 * WARPGROUPS)
-    v_ring = make_ring(v_desc, v_more, DV1, STAGES, WARPGROUPS, TURNS + 2 * WARPGROUPS + STAGES)
+    q_more = q_more_desc if TILE.D1 > 0 else q_desc
+    k_more = k_more_desc if TILE.D1 > 0 else k_desc
+    v_more = v_more_desc if TILE.DV1 > 0 else v_desc
+    q_ring = make_ring(q_desc, q_more, TILE.D1, WARPGROUPS, 1, TURNS + WARPGROUPS)
+    k_ring = make_ring(k_desc, k_more, TILE.D1, STAGES, WARPGROUPS, TURNS + 2 * WARPGROUPS)
+    v_ring = make_ring(v_desc, v_more, TILE.DV1, STAGES, WARPGROUPS, TURNS + 2 * WARPGROUPS + STAGES)
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
-    o_bufs = gl.allocate_shared_memory(o_desc.dtype, [WARPGROUPS] + o_desc.block_type.shape, o_desc.layout)
+    o_bufs = make_tiles(o_desc, WARPGROUPS)
     row_tiles = make_mailbox(_FIELDS)
     fence_async_shared()  # TMA, too, sees that the barriers are there
     a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
@@ -352,11 +350,12 @@ def _forward_features_sm90_kernel(
         sinks_ptr if HAS_SINKS else lse_ptr, o_ptr if IS_PACKED else lse_ptr,
         sequences_ptr if IS_PACKED else lse_ptr, counter_ptr if IS_PACKED else lse_ptr,
         row_tiles, q_ring, o_bufs, k_ring, v_ring,
-        batch, heads, seqlen_q, seqlen_k, tiles_m, together, dealt, window_left, window_right, scale_log2,
-        cap_scale, GROUP, WARPGROUPS, BLOCK_N, STAGES, IS_PACKED, HAS_SEQUSED_Q, HAS_SINKS, HAS_SOFTCAP,
-        BOUND_LEFT, BOUND_RIGHT, PING_PONG, STORE_LSE, WARPGROUPS == 3 and BLOCK_N == 128, D1, DV0, DV1, DV,
+        sizes.batch, sizes.heads, sizes.seqlen_q, sizes.seqlen_k, sizes.tiles_m, sizes.together, sizes.dealt,
+        window.left, window.right, scale_log2, cap_scale,
+        GROUP, WARPGROUPS, BLOCK_N, STAGES, IS_PACKED, HAS_SEQUSED_Q, HAS_SINKS, HAS_SOFTCAP, BOUND_LEFT, BOUND_RIGHT,
+        TILE.PING_PONG, STORE_LSE, WARPGROUPS == 3 and BLOCK_N == 128, TILE.D1, TILE.DV0, TILE.DV1, DV,
     )  # fmt: skip
-    R: gl.constexpr = MATRIX_REGISTERS
+    R: gl.constexpr = TILE.REGISTERS
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [(_attend_partition, (a, 0)), (_attend_partition, (a, 1)), (_load_partition, (a,))],

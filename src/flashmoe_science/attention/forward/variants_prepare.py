@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ...gpu.signature import Argument, Pointer, PreparedKernel, Scalar, kernel_source, prepare_kernel
+from ...gpu.signature import Argument, Pointer, PreparedKernel, Scalar, kernel_source, prepare_kernel, scalars
 from ..problem import LOG2_E
 from ..tiles import HopperConfig, Plan, cdiv
-from .plan_sm90 import HOPPER_REGISTERS, HOPPER_ROWS
+from .plan_sm90 import HOPPER_ROWS
 from .prepared import hopper_tiles
 from .sequences_triton import _order_sequences_kernel
 from .variants_gluon_sm90 import _forward_features_sm90_kernel
@@ -50,18 +50,8 @@ def _forward(plan: Plan, tokens: tuple[int, int] | None) -> PreparedKernel:
     assert isinstance(config, HopperConfig)
     left, right = p.window
     together = 1 if p.packed else heads_together(p, config, grid[0])
-    tiles, constants = hopper_tiles(p, config, tokens)
-    integers = {
-        "batch": p.batch,
-        "heads": p.heads,
-        "seqlen_q": p.seqlen_q,
-        "seqlen_k": p.seqlen_k,
-        "tiles_m": cdiv(p.seqlen_q, HOPPER_ROWS * config.warpgroups),
-        "together": together,
-        "dealt": p.batch * p.heads if heads_fit(p) is None else together,
-        "window_left": max(left, 0),
-        "window_right": max(right, 0),
-    }
+    dealt = p.batch * p.heads if heads_fit(p) is None else together
+    tiles, tile = hopper_tiles(p, config, tokens)
     arguments: dict[str, Argument] = {
         **tiles,
         "lse_ptr": Pointer("fp32", aligned=True),
@@ -69,22 +59,30 @@ def _forward(plan: Plan, tokens: tuple[int, int] | None) -> PreparedKernel:
         "o_ptr": Pointer(p.dtype, aligned=True) if p.packed else None,
         "sequences_ptr": Pointer("i32") if p.packed else None,
         "counter_ptr": Pointer("i32") if p.packed else None,
-        **{name: Scalar("i32", value) for name, value in integers.items()},
+        **scalars(
+            "i32",
+            "sizes",
+            batch=p.batch,
+            heads=p.heads,
+            seqlen_q=p.seqlen_q,
+            seqlen_k=p.seqlen_k,
+            tiles_m=cdiv(p.seqlen_q, HOPPER_ROWS * config.warpgroups),
+            together=together,
+            dealt=dealt,
+        ),
+        **scalars("i32", "window", left=max(left, 0), right=max(right, 0)),
         "scale_log2": Scalar("fp32", p.softcap * LOG2_E if p.softcap else p.scale_log2),
         "cap_scale": Scalar("fp32", p.scale / p.softcap if p.softcap else 0.0),
     }
-    constants |= {
+    constants = {
         "GROUP": p.group,
-        "WARPGROUPS": config.warpgroups,
-        "STAGES": config.num_stages,
         "HAS_SEQUSED_Q": "q" in p.seqused,
         "HAS_SOFTCAP": p.softcap > 0,
         "BOUND_LEFT": p.bounded_left,
         "BOUND_RIGHT": p.bounded_right,
-        "PING_PONG": config.ping_pong,
         "STORE_LSE": p.return_lse,
-        "MATRIX_REGISTERS": HOPPER_REGISTERS[config.warpgroups],
         "DV": p.head_dim_v,
+        "TILE": tile,
     }
     source = kernel_source(_forward_features_sm90_kernel, arguments, constants, num_warps=4, dependent_launch=True)
     return prepare_kernel(source, grid, arguments)
