@@ -2,8 +2,9 @@
 
 ``python tools/restamp.py OLD_COMMIT`` compares the launches of all recorded cases between that commit and this tree.
 Where an identity (``gpu/identity.py``) differs, both kernels are compiled for the record's architecture with the Triton
-that is installed. A case whose launches have the same machine code, shared memory, warps, grid, scalars and tensor maps
-gets the new identities in its record. The others are listed: they have to be measured again. No GPU is needed.
+that is installed: to PTX, and to machine code where their PTX differs, as ptxas takes most of the time. A case whose
+launches have the same code, shared memory, warps, grid, scalars and tensor maps gets the new identities in its record.
+The others are listed: they have to be measured again. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -45,18 +46,29 @@ def main() -> int:
     }
     with _worktree(old_commit) as old_tree:
         trees = old_tree, ROOT
-        old, new = _in_both(trees, [{"calls": [*calls.values()], "compile": []}] * 2)
-        differ = [at for at in range(len(calls)) if _names(old[at]) != _names(new[at]) and len(old[at]) == len(new[at])]
-        wanted: list[set[str]] = [set(), set()]
-        for pair in (pair for at in differ for pair in zip(_names(old[at]), _names(new[at]), strict=True)):
-            if pair[0] != pair[1]:
-                for names, name in zip(wanted, pair, strict=True):
-                    names.add(name)
-        print(f"{len(differ)} of {len(calls)} calls differ: compiling {len(wanted[0])} and {len(wanted[1])} kernels")
-        again = [{"calls": [[*calls.values()][at] for at in differ], "compile": sorted(names)} for names in wanted]
-        pairs = zip(*_in_both(trees, again), strict=True)
-        same = {key for key, pair in zip([[*calls][at] for at in differ], pairs, strict=True) if _is_same(*pair)}
-    found = dict(zip(calls, zip(old, new, strict=True), strict=True))
+        old, new = _in_both(trees, [{"calls": [*calls.values()], "compile": [], "code": ""}] * 2)
+        found = dict(zip(calls, zip(old, new, strict=True), strict=True))
+        differ = [key for key, (one, other) in found.items() if _names(one) != _names(other) and len(one) == len(other)]
+        same: set[str] = set()
+        for code in ("PTX", "machine code"):
+            differ = [key for key in differ if key not in same]
+            pairs = {
+                pair for key in differ for pair in zip(*map(_names, found[key]), strict=True) if pair[0] != pair[1]
+            }
+            print(
+                f"{len(differ)} of {len(calls)} calls differ: compiling {len(pairs)} kernels twice to {code}",
+                flush=True,
+            )
+            requests = [
+                {
+                    "calls": [calls[key] for key in differ],
+                    "compile": sorted({pair[tree] for pair in pairs}),
+                    "code": code,
+                }
+                for tree in range(2)
+            ]
+            answers = zip(differ, *_in_both(trees, requests), strict=True)
+            same |= {key for key, one, other in answers if _is_same(one, other)}
     lost = [line for path, document in records.items() for line in _restamp(path, document, found, same)]
     print("\n".join(lost) or "every record has the identities of this tree")
     return 1 if lost else 0
@@ -156,6 +168,8 @@ def worker() -> None:
     """Print the launches of the calls asked for, and of those asked for the machine code."""
     request = json.loads(sys.stdin.read())
     compiled: dict[str, Any] = dict.fromkeys(request["compile"])
+    if request["code"] == "PTX":
+        _compile_to_ptx()
     print(json.dumps([_launches(call, compiled) for call in request["calls"]]))
 
 
@@ -201,9 +215,20 @@ def _kernel(source: Any, arch: int) -> list[Any]:
     from flashmoe_science.gpu.compile import compile_kernel
 
     kernel = compile_kernel(source, arch)
+    cubin = kernel.asm["cubin"]
+    code = _machine_code(cubin) if cubin else [hashlib.sha256(kernel.asm["ptx"].encode()).hexdigest()]
     return [
-        *_machine_code(kernel.asm["cubin"]), kernel.metadata.shared, kernel.metadata.num_warps, source.dependent_launch,
+        *code, kernel.metadata.shared, kernel.metadata.num_warps, source.dependent_launch,
     ]  # fmt: skip
+
+
+def _compile_to_ptx() -> None:
+    """Let Triton call no ptxas, and keep what it makes apart from whole kernels."""
+    from triton import knobs
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    knobs.cache.dir = str(Path(knobs.cache.dir) / "ptx")
+    CUDABackend.make_cubin = lambda *_: b""
 
 
 def _machine_code(cubin: bytes) -> list[Any]:
