@@ -14,6 +14,8 @@ LAYERS = ("errors", "gpu", "kernels", "operators", "proof", "cli")
 LAYER_OF_FOLDER = {"gpu": "gpu", "operators": "operators", "proof": "proof", "cli": "cli"}
 LAYER_OF_FILE = {"": "kernels", "errors": "errors", "cli": "cli", "__main__": "cli", "pytest_plugin": "cli"}
 MOST_MODULES = 20  # of a folder
+MOST_ARGUMENTS = 24  # of a kernel; groups of them are in ``kernel_arguments``
+MOST_LINES = 120  # of a jitted function
 REGISTRY = "operators"  # the module that names all operators: all that proof may know of them
 
 STOPWATCHES = {
@@ -133,7 +135,7 @@ def problems(modules: Iterable[Module]) -> list[str]:
     modules = list(modules)
     found = [*crowded(modules), *circles(modules)]
     for module in modules:
-        for rule in (check_layers, check_room, check_names_no_operator, check_plan, check_stopwatches, check_docstring):
+        for rule in RULES:
             found += [f"{module.name or PACKAGE}:{text}" for text in rule(module)]
     return found
 
@@ -253,3 +255,32 @@ def check_stopwatches(module: Module) -> Iterator[str]:
 def check_docstring(module: Module) -> Iterator[str]:
     if module.tree.body and not ast.get_docstring(module.tree):
         yield "1: has no docstring"
+
+
+def check_kernels(module: Module) -> Iterator[str]:
+    """A reader sees a jitted function at once, and a caller all that a kernel takes."""
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.FunctionDef) or not any(map(is_jit, node.decorator_list)):
+            continue
+        arguments = len([*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs])
+        if node.name.endswith("_kernel") and arguments > MOST_ARGUMENTS:
+            yield f"{node.lineno}: {node.name} takes {arguments} arguments, expected at most {MOST_ARGUMENTS}"
+        if (lines := (node.end_lineno or node.lineno) - node.lineno + 1) > MOST_LINES:
+            yield f"{node.lineno}: {node.name} has {lines} lines, expected at most {MOST_LINES}"
+
+
+def is_jit(decorator: ast.expr) -> bool:
+    """Return whether it is ``triton.jit`` or ``gluon.jit``, with options or without."""
+    decorator = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return ast.unparse(decorator).rpartition(".")[2] == "jit"
+
+
+RULES = (
+    check_layers,
+    check_room,
+    check_names_no_operator,
+    check_plan,
+    check_stopwatches,
+    check_docstring,
+    check_kernels,
+)

@@ -133,6 +133,20 @@ def test_a_circle_and_a_crowded_folder_are_found() -> None:
     assert architecture.problems(architecture.read(crowd)) == ["gpu: has 21 modules, expected at most 20"]
 
 
+def test_a_large_kernel_is_found() -> None:
+    def found(
+        name: str, arguments: int, lines: int, decorator: str = "@gluon.jit(do_not_specialize=['a'])"
+    ) -> list[str]:
+        body = "\n".join(["    pass"] * (lines - 1))
+        text = f'"""D."""\n{decorator}\ndef {name}({", ".join(f"a{i}" for i in range(arguments))}):\n{body}\n'
+        return architecture.problems(architecture.read({"moe/gluon_sm90.py": text}))
+
+    assert found("_add_kernel", 24, 120) == []
+    assert found("_add_kernel", 25, 2) == ["moe.gluon_sm90:3: _add_kernel takes 25 arguments, expected at most 24"]
+    assert found("_add", 25, 121, "@triton.jit") == ["moe.gluon_sm90:3: _add has 121 lines, expected at most 120"]
+    assert found("_add_kernel", 25, 121, "@functools.cache") == []
+
+
 def test_a_file_without_docstring_is_found() -> None:
     assert architecture.problems(architecture.read({"gpu/specs.py": "X = 1"})) == ["gpu.specs:1: has no docstring"]
 

@@ -149,6 +149,17 @@ class ShortTile(NamedTuple):
     BLOCK_DV: int
 
 
+class BackwardInputs(NamedTuple):
+    """What the gradients are computed of; packed: ``[T, H, D]`` and ``[T, H]``."""
+
+    q_ptr: Any  # [B, H, Sq, D]
+    k_ptr: Any  # [B, HK, Sk, D]
+    v_ptr: Any  # [B, HK, Sk, DV]
+    do_ptr: Any  # [B, H, Sq, DV]
+    lse_ptr: Any  # [B, H, Sq] fp32, natural log
+    delta_ptr: Any  # like lse
+
+
 class BackwardCall(NamedTuple):
     """Constants of a call of the gradients."""
 
@@ -218,6 +229,23 @@ class BiasSizes(NamedTuple):
     seqlen_k: Any
     tiles_m: Any
     tiles_n: Any
+
+
+class CacheInputs(NamedTuple):
+    """What a call with a cache attends with and to."""
+
+    q_ptr: Any  # [B, H, Sq, D]
+    k_ptr: Any  # [PAGES, PAGE_SIZE, HK, D]; without a page table a page is the cache of one sequence
+    v_ptr: Any  # [PAGES, PAGE_SIZE, HK, DV]
+
+
+class SplitOutputs(NamedTuple):
+    """What a program writes: outputs of sequences with one split, and partial results of those with more."""
+
+    o_ptr: Any  # [B, H, Sq, DV]
+    lse_ptr: Any  # [B, H, Sq] fp32, natural log
+    o_part_ptr: Any  # [SPLITS, HK, Sq * GROUP, DV] fp32, of each split before its sum divides it; None without splits
+    sums_part_ptr: Any  # [SPLITS, HK, Sq * GROUP, 2] fp32: the largest score of a row in units of log2(e), and its sum
 
 
 class CachePointers(NamedTuple):

@@ -27,7 +27,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..kernel_arguments import BiasStrides, Dropout, KeySizes, Sequences, Strides, Window
+from ..kernel_arguments import BackwardInputs, BiasStrides, Dropout, KeySizes, Sequences, Strides, Window
 from ..primitives import head_offset, kept_by, load_dropout, load_rows, used_lengths
 from .primitives import add_product, empty_sum, load_lse, row_products, weigh
 
@@ -159,6 +159,73 @@ def _add_rows(
 
 
 @triton.jit
+def _add_heads(
+    k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, alibi_ptr, bias_ptr, dropout_seed_ptr, b, hk, begin, inside, unmasked, end,
+    query_rows, offs_m, first_key, offs_n, key_cols, offs_d, offs_dv, seqlen_q, seqlen_k, lse_head, step_lse, diagonal,
+    sizes, window, scale, softcap, dropout, q_strides, do_strides, bias_strides,
+    CALL: tl.constexpr, TILE: tl.constexpr, MASK_M: tl.constexpr, UNIT: tl.constexpr,
+    MAKE_DK: tl.constexpr, MAKE_DV: tl.constexpr,
+):  # fmt: skip
+    """Return the gradients of a tile of keys and values: sums over the rows of all heads of the group, head by head."""
+    PRECISION: tl.constexpr = CALL.PRECISION
+    dk = empty_sum(TILE.BLOCK_N, CALL.BLOCK_D, PRECISION)
+    dv = empty_sum(TILE.BLOCK_N, CALL.BLOCK_DV, PRECISION)
+    group = sizes.heads // sizes.heads_kv  # not a constant: unrolled, this loop needs registers that there are not
+    first_head = hk * group
+    q_base = q_ptr + head_offset(b, first_head, q_strides.b, q_strides.h) * CALL.ALIGN
+    do_base = do_ptr + head_offset(b, first_head, do_strides.b, do_strides.h) * CALL.ALIGN
+    lse_base = lse_ptr + first_head.to(tl.int64) * lse_head
+    delta_base = delta_ptr + first_head.to(tl.int64) * lse_head
+    alibi_base, bias_base = alibi_ptr, bias_ptr
+    if alibi_ptr is not None:
+        alibi_base += b.to(tl.int64) * CALL.STRIDE_ALIBI_B + first_head
+    if bias_ptr is not None:
+        bias_base += head_offset(b, first_head, bias_strides.b, bias_strides.h) * CALL.ALIGN_BIAS
+    for turn in range(group):
+        q_ptrs = q_base + query_rows[:, None] * q_strides.ROW + offs_d[None, :] * q_strides.COLUMN
+        do_ptrs = do_base + query_rows[:, None] * do_strides.ROW + offs_dv[None, :] * do_strides.COLUMN
+        slope = None
+        if alibi_ptr is not None:
+            slope = tl.load(alibi_base).to(tl.float32) * UNIT
+        draws = None
+        if dropout_seed_ptr is not None:
+            head = b * sizes.heads + first_head + turn
+            draws = load_dropout(dropout_seed_ptr, head, dropout.last, dropout.scale)
+        if CALL.BOUND_RIGHT:
+            for start_m in tl.range(begin, tl.minimum(inside, end), TILE.BLOCK_M, num_stages=1):
+                dk, dv = _add_rows(
+                    dk, dv, k, v, q_ptrs, do_ptrs, lse_base, delta_base, bias_base, start_m, offs_m, first_key,
+                    offs_n, key_cols, offs_d, offs_dv, seqlen_q, seqlen_k, step_lse, diagonal, window, scale, softcap,
+                    slope, draws, q_strides, do_strides, bias_strides, CALL, MASK_M, CALL.BOUND_LEFT, True, UNIT,
+                    MAKE_DK, MAKE_DV,
+                )  # fmt: skip
+        for start_m in tl.range(inside, unmasked, TILE.BLOCK_M, num_stages=TILE.NUM_STAGES):
+            dk, dv = _add_rows(
+                dk, dv, k, v, q_ptrs, do_ptrs, lse_base, delta_base, bias_base, start_m, offs_m, first_key,
+                offs_n, key_cols, offs_d, offs_dv, seqlen_q, seqlen_k, step_lse, diagonal, window, scale, softcap,
+                slope, draws, q_strides, do_strides, bias_strides, CALL, MASK_M, False, False, UNIT, MAKE_DK, MAKE_DV,
+            )  # fmt: skip
+        if CALL.BOUND_LEFT:
+            for start_m in tl.range(unmasked, end, TILE.BLOCK_M, num_stages=1):
+                dk, dv = _add_rows(
+                    dk, dv, k, v, q_ptrs, do_ptrs, lse_base, delta_base, bias_base, start_m, offs_m, first_key,
+                    offs_n, key_cols, offs_d, offs_dv, seqlen_q, seqlen_k, step_lse, diagonal, window, scale, softcap,
+                    slope, draws, q_strides, do_strides, bias_strides, CALL, MASK_M, True, False, UNIT,
+                    MAKE_DK, MAKE_DV,
+                )  # fmt: skip
+
+        q_base += q_strides.h * CALL.ALIGN
+        do_base += do_strides.h * CALL.ALIGN
+        lse_base += lse_head
+        delta_base += lse_head
+        if alibi_ptr is not None:
+            alibi_base += 1
+        if bias_ptr is not None:
+            bias_base += bias_strides.h * CALL.ALIGN_BIAS
+    return dk, dv
+
+
+@triton.jit
 def _store_keys(
     gradient, out_ptr, b, hk, start, offs_n, keys, offs_col, seqlen_k, place_k, strides,
     ALIGN: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, HAS_LENGTHS: tl.constexpr, ADD: tl.constexpr,
@@ -181,14 +248,9 @@ def _store_keys(
 
 @triton.jit
 def _backward_kv_kernel(
-    q_ptr,  # [B, H, Sq, D]; packed [T, H, D], like all tensors with rows or keys
-    k_ptr,  # [B, HK, Sk, D]
-    v_ptr,  # [B, HK, Sk, DV]
-    do_ptr,  # [B, H, Sq, DV]
-    lse_ptr,  # [B, H, Sq] fp32, natural log; packed [T, H]
-    delta_ptr,  # like lse
-    dk_ptr,  # [B, HK, Sk, D], or None where another launch makes it
-    dv_ptr,  # [B, HK, Sk, DV], or None
+    inputs: BackwardInputs,
+    dk_ptr,  # [B, HK, Sk, D]; packed [T, HK, D]; or None where another launch makes it
+    dv_ptr,  # [B, HK, Sk, DV]; packed [T, HK, DV]; or None
     alibi_ptr,  # [H], [B, H] or None
     bias_ptr,  # [B, H, Sq, Sk] or None; packed: of the longest lengths
     sequences: Sequences,
@@ -210,7 +272,7 @@ def _backward_kv_kernel(
     MAKE_DK: tl.constexpr = dk_ptr is not None
     MAKE_DV: tl.constexpr = dv_ptr is not None
     UNIT: tl.constexpr = 1.4426950408889634 if bias_ptr is None else 1.0
-    PRECISION: tl.constexpr = CALL.PRECISION
+    q_ptr, k_ptr, v_ptr, do_ptr = inputs.q_ptr, inputs.k_ptr, inputs.v_ptr, inputs.do_ptr
     seqlen_q, seqlen_k = sizes.seqlen_q, sizes.seqlen_k
     pid = tl.program_id(0)
     tile = pid % sizes.tiles_n  # the first keys are seen by the most rows when causal: the longest come first
@@ -268,60 +330,12 @@ def _backward_kv_kernel(
         end = tl.where(first_key < seqlen_k, end, 0)
         inside, unmasked = tl.minimum(inside, end), tl.minimum(unmasked, end)
 
-    dk = empty_sum(TILE.BLOCK_N, CALL.BLOCK_D, PRECISION)
-    dv = empty_sum(TILE.BLOCK_N, CALL.BLOCK_DV, PRECISION)
-    group = sizes.heads // sizes.heads_kv  # not a constant: unrolled, this loop needs registers that there are not
-    first_head = hk * group
-    q_base = q_ptr + head_offset(b, first_head, q_strides.b, q_strides.h) * CALL.ALIGN
-    do_base = do_ptr + head_offset(b, first_head, do_strides.b, do_strides.h) * CALL.ALIGN
-    lse_base = lse_ptr + lse_start + first_head.to(tl.int64) * lse_head
-    delta_base = delta_ptr + lse_start + first_head.to(tl.int64) * lse_head
-    alibi_base, bias_base = alibi_ptr, bias_ptr
-    if alibi_ptr is not None:
-        alibi_base += b.to(tl.int64) * CALL.STRIDE_ALIBI_B + first_head
-    if bias_ptr is not None:
-        bias_base += head_offset(b, first_head, bias_strides.b, bias_strides.h) * CALL.ALIGN_BIAS
-    for turn in range(group):
-        q_ptrs = q_base + query_rows[:, None] * q_strides.ROW + offs_d[None, :] * q_strides.COLUMN
-        do_ptrs = do_base + query_rows[:, None] * do_strides.ROW + offs_dv[None, :] * do_strides.COLUMN
-        slope = None
-        if alibi_ptr is not None:
-            slope = tl.load(alibi_base).to(tl.float32) * UNIT
-        draws = None
-        if dropout_seed_ptr is not None:
-            head = b * sizes.heads + first_head + turn
-            draws = load_dropout(dropout_seed_ptr, head, dropout.last, dropout.scale)
-        if CALL.BOUND_RIGHT:
-            for start_m in tl.range(begin, tl.minimum(inside, end), TILE.BLOCK_M, num_stages=1):
-                dk, dv = _add_rows(
-                    dk, dv, k, v, q_ptrs, do_ptrs, lse_base, delta_base, bias_base, start_m, offs_m, first_key,
-                    offs_n, key_cols, offs_d, offs_dv, seqlen_q, seqlen_k, step_lse, diagonal, window, scale, softcap,
-                    slope, draws, q_strides, do_strides, bias_strides, CALL, MASK_M, CALL.BOUND_LEFT, True, UNIT,
-                    MAKE_DK, MAKE_DV,
-                )  # fmt: skip
-        for start_m in tl.range(inside, unmasked, TILE.BLOCK_M, num_stages=TILE.NUM_STAGES):
-            dk, dv = _add_rows(
-                dk, dv, k, v, q_ptrs, do_ptrs, lse_base, delta_base, bias_base, start_m, offs_m, first_key,
-                offs_n, key_cols, offs_d, offs_dv, seqlen_q, seqlen_k, step_lse, diagonal, window, scale, softcap,
-                slope, draws, q_strides, do_strides, bias_strides, CALL, MASK_M, False, False, UNIT, MAKE_DK, MAKE_DV,
-            )  # fmt: skip
-        if CALL.BOUND_LEFT:
-            for start_m in tl.range(unmasked, end, TILE.BLOCK_M, num_stages=1):
-                dk, dv = _add_rows(
-                    dk, dv, k, v, q_ptrs, do_ptrs, lse_base, delta_base, bias_base, start_m, offs_m, first_key,
-                    offs_n, key_cols, offs_d, offs_dv, seqlen_q, seqlen_k, step_lse, diagonal, window, scale, softcap,
-                    slope, draws, q_strides, do_strides, bias_strides, CALL, MASK_M, True, False, UNIT,
-                    MAKE_DK, MAKE_DV,
-                )  # fmt: skip
-
-        q_base += q_strides.h * CALL.ALIGN
-        do_base += do_strides.h * CALL.ALIGN
-        lse_base += lse_head
-        delta_base += lse_head
-        if alibi_ptr is not None:
-            alibi_base += 1
-        if bias_ptr is not None:
-            bias_base += bias_strides.h * CALL.ALIGN_BIAS
+    dk, dv = _add_heads(
+        k, v, q_ptr, do_ptr, inputs.lse_ptr + lse_start, inputs.delta_ptr + lse_start, alibi_ptr, bias_ptr,
+        dropout_seed_ptr, b, hk, begin, inside, unmasked, end, query_rows, offs_m, first_key, offs_n, key_cols, offs_d,
+        offs_dv, seqlen_q, seqlen_k, lse_head, step_lse, diagonal, sizes, window, scale, softcap, dropout, q_strides,
+        do_strides, bias_strides, CALL, TILE, MASK_M, UNIT, MAKE_DK, MAKE_DV,
+    )  # fmt: skip
 
     if MAKE_DK:
         _store_keys(

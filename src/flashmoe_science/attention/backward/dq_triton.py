@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..kernel_arguments import BiasSizes, BiasStrides, Dropout, QuerySizes, Sequences, Strides, Window
+from ..kernel_arguments import BackwardInputs, BiasSizes, BiasStrides, Dropout, QuerySizes, Sequences, Strides, Window
 from ..primitives import bias_rows_of, head_offset, kept_by, load_dropout, load_rows, used_lengths
 from .primitives import add_product, empty_sum, load_lse, weigh
 
@@ -80,8 +80,7 @@ def _add_keys(
 
 @triton.jit
 def _backward_q_kernel(
-    q_ptr,  # as in _backward_kv_kernel of backward_triton, like all below
-    k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr,
+    inputs: BackwardInputs,  # as in _backward_kv_kernel, like all below
     dq_ptr,  # [B, H, Sq, D]
     alibi_ptr, bias_ptr, sequences: Sequences, dropout_seed_ptr,
     q_strides: Strides, k_strides: Strides, v_strides: Strides, do_strides: Strides,
@@ -93,6 +92,7 @@ def _backward_q_kernel(
     """Write dQ of BLOCK_M rows of one head. Grid: (tiles_m * B * H,)."""
     UNIT: tl.constexpr = 1.4426950408889634 if bias_ptr is None else 1.0
     PRECISION: tl.constexpr = CALL.PRECISION
+    q_ptr, k_ptr, v_ptr, do_ptr = inputs.q_ptr, inputs.k_ptr, inputs.v_ptr, inputs.do_ptr
     seqlen_q, seqlen_k = sizes.seqlen_q, sizes.seqlen_k
     pid = tl.program_id(0)
     tile = pid % sizes.tiles_m
@@ -136,8 +136,8 @@ def _backward_q_kernel(
     do_ptrs = do_base + rows[:, None] * do_strides.ROW + offs_dv[None, :] * do_strides.COLUMN
     q = load_rows(q_ptrs, offs_m, seqlen_q, offs_d, CALL.D, True, CALL.D != CALL.BLOCK_D)  # [BLOCK_M, BLOCK_D]
     do = load_rows(do_ptrs, offs_m, seqlen_q, offs_dv, CALL.DV, True, CALL.DV != CALL.BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
-    lse = load_lse(lse_ptr + lse_at + offs_m.to(tl.int64) * step_lse, offs_m < seqlen_q, UNIT)
-    delta = tl.load(delta_ptr + lse_at + offs_m.to(tl.int64) * step_lse, mask=offs_m < seqlen_q, other=0.0)
+    lse = load_lse(inputs.lse_ptr + lse_at + offs_m.to(tl.int64) * step_lse, offs_m < seqlen_q, UNIT)
+    delta = tl.load(inputs.delta_ptr + lse_at + offs_m.to(tl.int64) * step_lse, mask=offs_m < seqlen_q, other=0.0)
     slope = None
     if alibi_ptr is not None:
         slope = tl.load(alibi_ptr + b.to(tl.int64) * CALL.STRIDE_ALIBI_B + h).to(tl.float32) * UNIT
@@ -190,8 +190,7 @@ def _backward_q_kernel(
 
 @triton.jit
 def _backward_bias_kernel(
-    q_ptr,  # as in _backward_q_kernel, like all below
-    k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr,
+    inputs: BackwardInputs,  # as in _backward_q_kernel, like all below
     dbias_ptr,  # [BB, BH, Sq, Sk], contiguous, where BB is B or 1 and BH is H or 1; packed: of the longest lengths
     alibi_ptr, bias_ptr, sequences: Sequences, dropout_seed_ptr,
     q_strides: Strides, k_strides: Strides, v_strides: Strides, do_strides: Strides,
@@ -238,10 +237,10 @@ def _backward_bias_kernel(
         elif SUM_HEADS:
             h = turn
         b, h = tl.full([], 0, tl.int64) + b, tl.full([], 0, tl.int64) + h
-        q_base = q_ptr + (b * q_strides.b + h * q_strides.h) * CALL.ALIGN
-        do_base = do_ptr + (b * do_strides.b + h * do_strides.h) * CALL.ALIGN
-        k_base = k_ptr + (b * k_strides.b + h // CALL.GROUP * k_strides.h) * CALL.ALIGN
-        v_base = v_ptr + (b * v_strides.b + h // CALL.GROUP * v_strides.h) * CALL.ALIGN
+        q_base = inputs.q_ptr + (b * q_strides.b + h * q_strides.h) * CALL.ALIGN
+        do_base = inputs.do_ptr + (b * do_strides.b + h * do_strides.h) * CALL.ALIGN
+        k_base = inputs.k_ptr + (b * k_strides.b + h // CALL.GROUP * k_strides.h) * CALL.ALIGN
+        v_base = inputs.v_ptr + (b * v_strides.b + h // CALL.GROUP * v_strides.h) * CALL.ALIGN
         own_q, own_k, own_diagonal = seqlen_q, seqlen_k, diagonal
         reached = True
         if sequences.cu_seqlens_q_ptr is not None:
@@ -287,8 +286,8 @@ def _backward_bias_kernel(
                 head, lse_rows = (b * sizes.heads + h) * seqlen_q, offs_m
             else:
                 head, lse_rows = start_q.to(tl.int64) * sizes.heads + h, rows * sizes.heads
-            lse = load_lse(lse_ptr + head + lse_rows, offs_m < own_q, 1.0)
-            delta = tl.load(delta_ptr + head + lse_rows, mask=offs_m < own_q, other=0.0)
+            lse = load_lse(inputs.lse_ptr + head + lse_rows, offs_m < own_q, 1.0)
+            delta = tl.load(inputs.delta_ptr + head + lse_rows, mask=offs_m < own_q, other=0.0)
             slope = None
             if alibi_ptr is not None:
                 slope = tl.load(alibi_ptr + b * CALL.STRIDE_ALIBI_B + h).to(tl.float32)

@@ -129,9 +129,9 @@ def _shared(problem: BackwardProblem, tile: Tile, align_out: int = 1) -> tuple[d
     bounds, constants = bounds_and_bias(p)
     optional = optional_pointers(p)
     arguments: dict[str, Argument] = {
-        **{f"{name}_ptr": _input(problem) for name in strides},
-        "lse_ptr": Pointer("fp32"),  # where autograd keeps it
-        "delta_ptr": Pointer("fp32", aligned=True),
+        **{f"inputs.{name}_ptr": _input(problem) for name in strides},
+        "inputs.lse_ptr": Pointer("fp32"),  # where autograd keeps it
+        "inputs.delta_ptr": Pointer("fp32", aligned=True),
         **{name: pointer for name, pointer in optional.items() if name not in ("sinks_ptr", "page_table_ptr")},
         **bounds,
         "scale": Scalar("fp32", _scale(p)),

@@ -72,6 +72,10 @@ def _outputs(problem: CacheProblem, *, split: bool) -> dict[str, Argument]:
     }
 
 
+def _in_group(group: str, arguments: dict[str, Argument]) -> dict[str, Argument]:
+    return {f"{group}.{name}": value for name, value in arguments.items()}
+
+
 def _places(problem: CacheProblem, *, lengths_alone: bool = False) -> dict[str, Argument]:
     """Return the pointers that say where the keys of a sequence lie; some kernels read lengths alone."""
     p = problem
@@ -158,13 +162,13 @@ def _decode(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
     (qb, qh), (kp, kh, vp, vh) = _units(q[:2], align_q), _units((k[0], k[2], v[0], v[2]), align)
     ob, oh = _units(o[:2], align_o)
     arguments: dict[str, Argument] = {
-        **_inputs(p),
+        **_in_group("inputs", _inputs(p)),
         **_places(p),
         "sinks_ptr": Pointer(p.sinks, "sinks") if p.sinks else None,
         "alibi_ptr": Pointer(p.alibi, "alibi") if p.alibi else None,
         "bias_ptr": Pointer(p.bias, "bias") if p.bias else None,
         **_scales(p),
-        **_outputs(p, split=shares.most > 1),
+        **_in_group("outputs", _outputs(p, split=shares.most > 1)),
         **scalars("i64", "q_strides", b=qb, h=qh),
         **scalars("i64", "k_strides", b=kp, h=kh),
         **scalars("i64", "v_strides", b=vp, h=vh),

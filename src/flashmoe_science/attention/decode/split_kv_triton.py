@@ -14,7 +14,17 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..kernel_arguments import BiasStrides, CachePointers, CacheSizes, KVSplits, PageStrides, Strides, Window
+from ..kernel_arguments import (
+    BiasStrides,
+    CacheInputs,
+    CachePointers,
+    CacheSizes,
+    KVSplits,
+    PageStrides,
+    SplitOutputs,
+    Strides,
+    Window,
+)
 from ..primitives import cap_scores, head_offset, load_rows
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -239,6 +249,21 @@ def _scales_of(scale_ptr, h, page, strides, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit
+def _scale_bases(
+    k_scale_ptr, v_scale_ptr, k_base, v_base, h, table, scale, k_scale_strides, v_scale_strides, CALL: tl.constexpr
+):
+    """Return where the scales of keys and of values begin, and the factor on the scores of all keys."""
+    k_scale_base, v_scale_base = k_base, v_base
+    if k_scale_ptr is not None:
+        k_scale_base = _scales_of(k_scale_ptr, h, table, k_scale_strides, CALL.PAGE_SIZE)
+        if not CALL.K_BY_TOKEN:
+            scale *= tl.load(k_scale_base)
+    if v_scale_ptr is not None:
+        v_scale_base = _scales_of(v_scale_ptr, h, table, v_scale_strides, CALL.PAGE_SIZE)
+    return k_scale_base, v_scale_base, scale
+
+
+@triton.jit
 def _load_scales(base, page, cols, mask_n, strides, PAGE_SIZE: tl.constexpr):
     """Return a scale for each key of a tile, whose pages are ``page``."""
     if PAGE_SIZE == 0:
@@ -249,8 +274,79 @@ def _load_scales(base, page, cols, mask_n, strides, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit
+def _prefetch_split(
+    inputs, cache, b, h, first, end, split, each, count, offs_n, k_strides, v_strides, stride_tb,
+    CALL: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Ask the L2 cache for the first keys of a split.
+
+    They need not wait until the queries have come, which Triton's pipeline makes them do.
+    """
+    place = (first // TILE.BLOCK_N + split * each) * TILE.BLOCK_N
+    if split < count and place < end:
+        k_base, v_base, _ = _cache_of(
+            inputs.k_ptr, inputs.v_ptr, cache, b, h, k_strides, v_strides, stride_tb, CALL.ALIGN
+        )
+        ITEM_BYTES: tl.constexpr = inputs.k_ptr.dtype.element_ty.primitive_bitwidth // 8
+        for step in tl.static_range(TILE.NUM_STAGES - 1):
+            start = place + step * TILE.BLOCK_N
+            _prefetch(k_base, start, offs_n, end, k_strides.ROW, CALL.BLOCK_D, ITEM_BYTES)
+            _prefetch(v_base, start, offs_n, end, v_strides.ROW, CALL.BLOCK_DV, ITEM_BYTES)
+
+
+@triton.jit
+def _load_queries(q_ptr, b, token, head, row, rows, batch, offs_d, q_strides, CALL: tl.constexpr):
+    """Return the queries [BLOCK_M, BLOCK_D], those of the columns behind the values, and the numbers of these.
+
+    They are asked for before it is known whether there is a split: the length may still be on its way.
+    """
+    q_rows = q_ptr + (b.to(tl.int64) * q_strides.b + head.to(tl.int64) * q_strides.h) * CALL.ALIGN_Q
+    q_rows += token.to(tl.int64) * q_strides.ROW
+    present = tl.where(b < batch, rows, 0)
+    q_ptrs = q_rows[:, None] + offs_d[None, :]
+    q = load_rows(q_ptrs, row, present, offs_d, CALL.D, True, CALL.D != CALL.BLOCK_D)
+    q_rest, offs_rest = q, offs_d
+    if CALL.REST > 0:
+        offs_rest = tl.arange(0, CALL.BLOCK_REST)
+        q_rest_ptrs = q_rows[:, None] + (CALL.DV + offs_rest)[None, :]
+        q_rest = load_rows(q_rest_ptrs, row, present, offs_rest, CALL.REST, True, CALL.REST != CALL.BLOCK_REST)
+    return q, q_rest, offs_rest
+
+
+@triton.jit
+def _slopes_of(alibi_ptr, b, head, mask_m, CALL: tl.constexpr):
+    """Return the slope of ALiBi of each row, or None."""
+    slope = None
+    if alibi_ptr is not None:
+        slope = tl.load(alibi_ptr + b * CALL.STRIDE_ALIBI_B + head, mask=mask_m, other=0.0).to(tl.float32)
+        slope *= LOG2_E
+    return slope
+
+
+@triton.jit
+def _bias_rows_of(bias_ptr, b, token, head, seqlen_q, bias_strides):
+    """Return where the bias of each row begins, or None; rows past the last one read what that reads."""
+    bias_rows = None
+    if bias_ptr is not None:
+        bias_rows = bias_ptr + b.to(tl.int64) * bias_strides.b + head.to(tl.int64) * bias_strides.h
+        bias_rows += tl.minimum(token, seqlen_q - 1).to(tl.int64) * bias_strides.m
+    return bias_rows
+
+
+@triton.jit
+def _store_partials(acc, l, m, outputs, at, offs_dv, mask_m, mask_o, DV: tl.constexpr):
+    """Store what one of several splits leaves of its rows, at the places ``at`` [BLOCK_M].
+
+    Not their LSE: beside the most negative number, a common mask, the logarithm of the sum is lost.
+    """
+    tl.store(outputs.o_part_ptr + at[:, None] * DV + offs_dv[None, :], acc, mask=mask_o)
+    tl.store(outputs.sums_part_ptr + 2 * at, m, mask=mask_m)
+    tl.store(outputs.sums_part_ptr + 2 * at + 1, l, mask=mask_m)
+
+
+@triton.jit
 def _store_rows(
-    acc, l, m, sinks_ptr, o_ptr, lse_ptr, b, token, head, offs_dv, mask_m, mask_o, seqlen_q, heads, o_strides,
+    acc, l, m, sinks_ptr, outputs, b, token, head, offs_dv, mask_m, mask_o, seqlen_q, heads, o_strides,
     CALL: tl.constexpr,
 ):  # fmt: skip
     """Store rows that have met all their keys. One that met none has l == 0: its output is 0, its LSE -inf."""
@@ -263,27 +359,22 @@ def _store_rows(
     o_rows = (b.to(tl.int64) * o_strides.b + head.to(tl.int64) * o_strides.h) * CALL.ALIGN_O + token.to(
         tl.int64
     ) * o_strides.ROW
-    tl.store(o_ptr + o_rows[:, None] + offs_dv[None, :], out.to(o_ptr.dtype.element_ty), mask=mask_o)
+    tl.store(outputs.o_ptr + o_rows[:, None] + offs_dv[None, :], out.to(outputs.o_ptr.dtype.element_ty), mask=mask_o)
     if CALL.STORE_LSE:
         lse = tl.where(has_keys, (m + tl.log2(l)) / LOG2_E, -float("inf"))
-        tl.store(lse_ptr + (b.to(tl.int64) * heads + head) * seqlen_q + token, lse, mask=mask_m)
+        tl.store(outputs.lse_ptr + (b.to(tl.int64) * heads + head) * seqlen_q + token, lse, mask=mask_m)
 
 
 @triton.jit
 def _decode_kernel(
-    q_ptr,  # [B, H, Sq, D]
-    k_ptr,  # [PAGES, PAGE_SIZE, HK, D]; without a page table a page is the cache of one sequence
-    v_ptr,  # [PAGES, PAGE_SIZE, HK, DV]
+    inputs: CacheInputs,
     cache: CachePointers,
     sinks_ptr,  # [H], or None
     alibi_ptr,  # [H] or [B, H], or None
     bias_ptr,  # [B, H, Sq, capacity], or None
     k_scale_ptr,  # fp32 by which keys of 8 bits are multiplied, [PAGES, PAGE_SIZE, HK] by its strides, or None
     v_scale_ptr,  # the same of values; where they are columns of the keys that of the keys
-    o_ptr,  # [B, H, Sq, DV]
-    lse_ptr,  # [B, H, Sq] fp32, natural log
-    o_part_ptr,  # [SPLITS, HK, Sq * GROUP, DV] fp32, of each split before its sum divides it; unused without SPLIT
-    sums_part_ptr,  # [SPLITS, HK, Sq * GROUP, 2] fp32: the largest score of a row in units of log2(e), and its sum
+    outputs: SplitOutputs,
     q_strides: Strides,  # in units of ALIGN_Q elements
     k_strides: Strides, v_strides: Strides,  # in units of ALIGN elements
     k_scale_strides: PageStrides, v_scale_strides: PageStrides,  # elements; 0 along axes that share a scale
@@ -304,8 +395,7 @@ def _decode_kernel(
     BLOCK_M: tl.constexpr = TILE.BLOCK_M
     BLOCK_DV: tl.constexpr = CALL.BLOCK_DV
     pid = tl.program_id(0)
-    tile = pid % TILE.TILES_M
-    h = (pid // TILE.TILES_M) % sizes.heads_kv
+    tile, h = pid % TILE.TILES_M, (pid // TILE.TILES_M) % sizes.heads_kv
     chunk = pid // (TILE.TILES_M * sizes.heads_kv)
     # What L2 is asked for needs no wait: it holds what the kernel before writes, too. But lengths and pages are read.
     IS_TOLD: tl.constexpr = (
@@ -323,51 +413,21 @@ def _decode_kernel(
     token, head = row // CALL.GROUP, h * CALL.GROUP + row % CALL.GROUP
     rows = sizes.seqlen_q * CALL.GROUP
     mask_m = row < rows
-    if TILE.PREFETCH:  # keys need not wait until the queries have come, which Triton's pipeline makes them do
-        place = (first // TILE.BLOCK_N + split * each) * TILE.BLOCK_N
-        if split < count and place < end:
-            k_base, v_base, table = _cache_of(k_ptr, v_ptr, cache, b, h, k_strides, v_strides, stride_tb, CALL.ALIGN)
-            ITEM_BYTES: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
-            for step in tl.static_range(TILE.NUM_STAGES - 1):
-                start = place + step * TILE.BLOCK_N
-                _prefetch(k_base, start, offs_n, end, k_strides.ROW, CALL.BLOCK_D, ITEM_BYTES)
-                _prefetch(v_base, start, offs_n, end, v_strides.ROW, CALL.BLOCK_DV, ITEM_BYTES)
+    if TILE.PREFETCH:
+        _prefetch_split(
+            inputs, cache, b, h, first, end, split, each, count, offs_n, k_strides, v_strides, stride_tb, CALL, TILE
+        )
     if DEPENDENT_LAUNCH and TILE.PREFETCH:
         gdc_wait()
         gdc_launch_dependents()
-    q_rows = q_ptr + (b.to(tl.int64) * q_strides.b + head.to(tl.int64) * q_strides.h) * CALL.ALIGN_Q
-    q_rows += token.to(tl.int64) * q_strides.ROW
-    # Asked for before it is known whether there is a split: the length may still be on its way.
-    q_ptrs = q_rows[:, None] + offs_d[None, :]
-    q = load_rows(
-        q_ptrs, row, tl.where(b < sizes.batch, rows, 0), offs_d, CALL.D, True, CALL.D != CALL.BLOCK_D
-    )  # [BLOCK_M, BLOCK_D]
-    q_rest, offs_rest = q, offs_d
-    if CALL.REST > 0:
-        offs_rest = tl.arange(0, CALL.BLOCK_REST)
-        q_rest_ptrs = q_rows[:, None] + (CALL.DV + offs_rest)[None, :]
-        q_rest = load_rows(
-            q_rest_ptrs,
-            row,
-            tl.where(b < sizes.batch, rows, 0),
-            offs_rest,
-            CALL.REST,
-            True,
-            CALL.REST != CALL.BLOCK_REST,
-        )
+
+    q, q_rest, offs_rest = _load_queries(inputs.q_ptr, b, token, head, row, rows, sizes.batch, offs_d, q_strides, CALL)
     if split >= count:
         return
 
     position = token + (end - sizes.seqlen_q)  # [BLOCK_M], of a row among the keys
-    slope = None
-    if alibi_ptr is not None:
-        slope = tl.load(alibi_ptr + b * CALL.STRIDE_ALIBI_B + head, mask=mask_m, other=0.0).to(tl.float32)
-        slope *= LOG2_E
-    bias_rows = None
-    if bias_ptr is not None:
-        bias_rows = bias_ptr + b.to(tl.int64) * bias_strides.b + head.to(tl.int64) * bias_strides.h
-        # Rows past the last one, which are not stored, read what that reads.
-        bias_rows += tl.minimum(token, sizes.seqlen_q - 1).to(tl.int64) * bias_strides.m
+    slope = _slopes_of(alibi_ptr, b, head, mask_m, CALL)
+    bias_rows = _bias_rows_of(bias_ptr, b, token, head, sizes.seqlen_q, bias_strides)
 
     # Keys [begin, stop) of this program; tiles start at multiples of BLOCK_N, as pages do.
     begin = (first // TILE.BLOCK_N + split * each) * TILE.BLOCK_N
@@ -376,15 +436,13 @@ def _decode_kernel(
         begin, stop, tile * TILE.BLOCK_M // CALL.GROUP, (tile * TILE.BLOCK_M + TILE.BLOCK_M - 1) // CALL.GROUP, end,
         sizes.seqlen_q, window, CALL.HAS_LEFT and TILE.TILES_M > 1, CALL.HAS_RIGHT and TILE.TILES_M > 1, TILE.BLOCK_N,
     )  # fmt: skip
-    k_base, v_base, table = _cache_of(k_ptr, v_ptr, cache, b, h, k_strides, v_strides, stride_tb, CALL.ALIGN)
+    k_base, v_base, table = _cache_of(
+        inputs.k_ptr, inputs.v_ptr, cache, b, h, k_strides, v_strides, stride_tb, CALL.ALIGN
+    )
 
-    k_scale_base, v_scale_base = k_base, v_base
-    if k_scale_ptr is not None:
-        k_scale_base = _scales_of(k_scale_ptr, h, table, k_scale_strides, CALL.PAGE_SIZE)
-        if not CALL.K_BY_TOKEN:
-            scale *= tl.load(k_scale_base)
-    if v_scale_ptr is not None:
-        v_scale_base = _scales_of(v_scale_ptr, h, table, v_scale_strides, CALL.PAGE_SIZE)
+    k_scale_base, v_scale_base, scale = _scale_bases(
+        k_scale_ptr, v_scale_ptr, k_base, v_base, h, table, scale, k_scale_strides, v_scale_strides, CALL
+    )
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
@@ -421,14 +479,11 @@ def _decode_kernel(
         mask_o = mask_o & (offs_dv[None, :] < CALL.DV)
     if TILE.SPLIT:  # noqa: SIM102 - a constexpr, and a number that only the GPU knows
         if count > 1:
-            at = (chunk * sizes.heads_kv + h).to(tl.int64) * rows + row  # [BLOCK_M]
-            tl.store(o_part_ptr + at[:, None] * CALL.DV + offs_dv[None, :], acc, mask=mask_o)
-            # Not their LSE: beside the most negative number, a common mask, the logarithm of the sum is lost.
-            tl.store(sums_part_ptr + 2 * at, m, mask=mask_m)
-            tl.store(sums_part_ptr + 2 * at + 1, l, mask=mask_m)
+            at = (chunk * sizes.heads_kv + h).to(tl.int64) * rows + row
+            _store_partials(acc, l, m, outputs, at, offs_dv, mask_m, mask_o, CALL.DV)
             return
     _store_rows(
-        acc, l, m, sinks_ptr, o_ptr, lse_ptr, b, token, head, offs_dv, mask_m, mask_o, sizes.seqlen_q,
+        acc, l, m, sinks_ptr, outputs, b, token, head, offs_dv, mask_m, mask_o, sizes.seqlen_q,
         sizes.heads_kv * CALL.GROUP, o_strides, CALL,
     )  # fmt: skip
 

@@ -110,6 +110,49 @@ def _attend(
 
 
 @triton.jit
+def _attend_keys(
+    page, acc, l, m, q, k_ptrs, v_ptrs, bias_rows, begin, inside, unmasked, end, offs_m, offs_n, key_rows, offs_d,
+    offs_dv, seqlen_k, diagonal, window, scale, softcap, slope, draws, table, first_key, k_strides, v_strides,
+    bias_strides, CALL: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Add the keys of one program, as ``_key_range`` gives them; ``page``: of the first tile.
+
+    The pages of a tile are read one tile ahead, also from loop to loop: the addresses of K and V wait for no load.
+    """
+    if CALL.BOUND_LEFT:
+        for start_n in tl.range(begin, tl.minimum(inside, end), TILE.BLOCK_N, num_stages=1):
+            page_of_tile = page
+            if CALL.PAGE_SIZE > 0:
+                page = _load_pages(
+                    table, start_n + TILE.BLOCK_N, offs_n, first_key, seqlen_k, CALL.PAGE_SIZE, TILE.BLOCK_N
+                )
+            acc, l, m = _attend(
+                acc, l, m, q, k_ptrs, v_ptrs, bias_rows, start_n, offs_m, offs_n, key_rows, offs_d, offs_dv, seqlen_k,
+                diagonal, window, scale, softcap, slope, draws, page_of_tile, first_key, k_strides, v_strides,
+                bias_strides, CALL, True, True, CALL.BOUND_RIGHT, True,
+            )  # fmt: skip
+    for start_n in tl.range(inside, unmasked, TILE.BLOCK_N, num_stages=TILE.NUM_STAGES):
+        page_of_tile = page
+        if CALL.PAGE_SIZE > 0:
+            page = _load_pages(table, start_n + TILE.BLOCK_N, offs_n, first_key, seqlen_k, CALL.PAGE_SIZE, TILE.BLOCK_N)
+        acc, l, m = _attend(
+            acc, l, m, q, k_ptrs, v_ptrs, bias_rows, start_n, offs_m, offs_n, key_rows, offs_d, offs_dv, seqlen_k,
+            diagonal, window, scale, softcap, slope, draws, page_of_tile, first_key, k_strides, v_strides, bias_strides,
+            CALL, False, False, False, bias_rows is not None,
+        )  # fmt: skip
+    for start_n in tl.range(unmasked, end, TILE.BLOCK_N, num_stages=1):
+        page_of_tile = page
+        if CALL.PAGE_SIZE > 0:
+            page = _load_pages(table, start_n + TILE.BLOCK_N, offs_n, first_key, seqlen_k, CALL.PAGE_SIZE, TILE.BLOCK_N)
+        acc, l, m = _attend(
+            acc, l, m, q, k_ptrs, v_ptrs, bias_rows, start_n, offs_m, offs_n, key_rows, offs_d, offs_dv, seqlen_k,
+            diagonal, window, scale, softcap, slope, draws, page_of_tile, first_key, k_strides, v_strides, bias_strides,
+            CALL, True, False, CALL.BOUND_RIGHT, CALL.EMPTY_ROWS,
+        )  # fmt: skip
+    return acc, l, m
+
+
+@triton.jit
 def _key_range(first_row, split, seqlen_k, diagonal, window, CALL: tl.constexpr, TILE: tl.constexpr):
     """Return the keys of one program: begin, inside, unmasked, end.
 
@@ -293,7 +336,6 @@ def _forward_kernel(
         # Pages of a sequence without queries may not exist, and its bias has no last row.
         if CALL.PAGE_SIZE > 0 or bias_ptr is not None:
             unmasked = tl.where(first_row < seqlen_q, unmasked, 0)
-    # The pages of a tile are read one tile ahead, also from loop to loop: the addresses of K and V wait for no load.
     table, page, first_key = None, None, 0
     if CALL.PAGE_SIZE > 0:
         if CALL.BOUND_LEFT:
@@ -303,37 +345,11 @@ def _forward_kernel(
 
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     l, m = _first_sums(sinks_ptr, h, split, BLOCK_M, UNIT, TILE.SPLITS)
-    if CALL.BOUND_LEFT:
-        for start_n in tl.range(begin, tl.minimum(inside, end), TILE.BLOCK_N, num_stages=1):
-            page_of_tile = page
-            if CALL.PAGE_SIZE > 0:
-                page = _load_pages(
-                    table, start_n + TILE.BLOCK_N, offs_n, first_key, seqlen_k, CALL.PAGE_SIZE, TILE.BLOCK_N
-                )
-            acc, l, m = _attend(
-                acc, l, m, q, k_ptrs, v_ptrs, bias_rows, start_n, offs_m, offs_n, key_rows, offs_d, offs_dv, seqlen_k,
-                diagonal, window, scale, softcap, slope, draws, page_of_tile, first_key, k_strides, v_strides,
-                bias_strides, CALL, True, True, CALL.BOUND_RIGHT, True,
-            )  # fmt: skip
-    for start_n in tl.range(inside, unmasked, TILE.BLOCK_N, num_stages=TILE.NUM_STAGES):
-        page_of_tile = page
-        if CALL.PAGE_SIZE > 0:
-            page = _load_pages(table, start_n + TILE.BLOCK_N, offs_n, first_key, seqlen_k, CALL.PAGE_SIZE, TILE.BLOCK_N)
-        acc, l, m = _attend(
-            acc, l, m, q, k_ptrs, v_ptrs, bias_rows, start_n, offs_m, offs_n, key_rows, offs_d, offs_dv, seqlen_k,
-            diagonal, window, scale, softcap, slope, draws, page_of_tile, first_key, k_strides, v_strides, bias_strides,
-            CALL, False, False, False, bias_ptr is not None,
-        )  # fmt: skip
-    for start_n in tl.range(unmasked, end, TILE.BLOCK_N, num_stages=1):
-        page_of_tile = page
-        if CALL.PAGE_SIZE > 0:
-            page = _load_pages(table, start_n + TILE.BLOCK_N, offs_n, first_key, seqlen_k, CALL.PAGE_SIZE, TILE.BLOCK_N)
-        acc, l, m = _attend(
-            acc, l, m, q, k_ptrs, v_ptrs, bias_rows, start_n, offs_m, offs_n, key_rows, offs_d, offs_dv, seqlen_k,
-            diagonal, window, scale, softcap, slope, draws, page_of_tile, first_key, k_strides, v_strides, bias_strides,
-            CALL, True, False, CALL.BOUND_RIGHT, CALL.EMPTY_ROWS,
-        )  # fmt: skip
-
+    acc, l, m = _attend_keys(
+        page, acc, l, m, q, k_ptrs, v_ptrs, bias_rows, begin, inside, unmasked, end, offs_m, offs_n, key_rows, offs_d,
+        offs_dv, seqlen_k, diagonal, window, scale, softcap, slope, draws, table, first_key, k_strides, v_strides,
+        bias_strides, CALL, TILE,
+    )  # fmt: skip
     _store_rows(
         acc, l, m, o_ptr, lse_ptr, sequences, start_q, place_q, seqlen_q, b, h, split, first_row, offs_m, rows,
         offs_dv, sizes, o_strides, draws, dropout, CALL, TILE, bias_ptr is not None,
