@@ -125,6 +125,16 @@ def test_sinks_without_keys():
     assert dsinks.tolist() == [5.0, 5.0]
 
 
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("name", ["unlike", "empty", "long-tail"])
+def test_softcap(name, dims):
+    case = VarlenCase(
+        LENGTHS[name][0], LENGTHS[name][1], 6, 2, dims[0], dims[1], "bf16", causal=True, why="softcap", tail=9,
+        softcap=15.0,
+    )  # fmt: skip
+    check(case, through_lse=True)
+
+
 @pytest.mark.parametrize("sinks", ["bf16", "fp32"])
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("name", ["unlike", "empty", "long-tail"])

@@ -63,6 +63,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "dlse": {"asked": {"has_dlse": True}},
     "only-q": {"asked": {"wants_kv": False}},
     "only-kv": {"asked": {"wants_q": False}},
+    "softcap": {"softcap": 9.0, "window": (9, -1)},
     "constant-sinks": {"sinks": "bf16", "window": (128, -1)},
     "sequence-major": {"q_strides": (8 * 1000 * 128, 128, 8 * 128, 1)},
     "huge-strides": {"k_strides": (2**38, 2**34, 2**20, 1)},
@@ -70,10 +71,14 @@ SERVED: dict[str, dict[str, Any]] = {
 NOT_SERVED: dict[str, tuple[dict[str, Any], str]] = {
     "fp32": ({"dtype": "fp32"}, "it serves fp16 and bf16 only"),
     "d60": ({"head_dim": 60}, "it serves head dimensions that are multiples of 8"),
-    "softcap": ({"softcap": 9.0, "window": (9, -1)}, "it does not serve a softcap"),
+    "alibi": ({"alibi": "fp32", "window": (9, -1)}, "it does not serve ALiBi"),
+    "softcap-fp16": (
+        {"dtype": "fp16", "softcap": 9.0},
+        "with a softcap its probabilities are not exact enough in fp16",
+    ),
     "keys-that-none-sees": ({"seqlen_k": 1228, "window": (100, -1)}, "hides the first 128 keys from all queries"),
     "two": ({"alibi": "fp32", "sinks": "bf16", "bias": "bf16"}, "it does not serve ALiBi and a bias"),
-    "packed-softcap": ({"packed": True, "softcap": 9.0}, "it does not serve a softcap"),
+    "packed-alibi": ({"packed": True, "alibi": "fp32"}, "it does not serve ALiBi"),
     "packed-expanded": ({"packed": True, "k_strides": (0, 0, 128, 1)}, "k is expanded"),
     "negative-scale": ({"softmax_scale": -1.0}, "it needs a positive softmax_scale"),
     "only-sinks": (

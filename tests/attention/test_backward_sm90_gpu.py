@@ -103,6 +103,18 @@ def test_gradients_of_sinks(pair, dims, sinks):
     check_gradients(case, kernel="backward_gluon_sm90", through_lse=True)
 
 
+@pytest.mark.parametrize("softcap", [1.0, 15.0, 50.0])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (104, 40), (256, 256), (192, 128)], ids=str)
+@pytest.mark.parametrize("pair", [(1, 1), (1, 700), (300, 700), (700, 300), (1024, 1024), (4096, 4096)], ids=str)
+def test_gradients_of_softcap(pair, dims, softcap):
+    """P times the derivative of the cap makes dS; hidden keys have none."""
+    window = (100, -1) if pair == (1024, 1024) else (-1, -1)
+    case = FeatureCase(
+        1, 6, 2, pair[0], pair[1], dims[0], dims[1], "bf16", True, "softcap", softcap=softcap, window=window
+    )
+    check_gradients(case, kernel="backward_gluon_sm90", through_lse=True)
+
+
 @pytest.mark.parametrize("asked", ["q", "k", "v", "kv"])
 def test_some_of_the_gradients(asked):
     """The kernel makes all three; those that were not asked for are dropped, and the others have the same bits."""

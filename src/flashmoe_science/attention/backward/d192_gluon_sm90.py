@@ -47,8 +47,8 @@ from .primitives_sm90 import (
     load_rows,
     make_key_tiles,
     make_span,
-    mask_edge,
     place_of,
+    probabilities,
     query_tile,
     row_numbers,
     store_rows,
@@ -111,6 +111,8 @@ class Args:
     scale: gl.tensor
     GROUP: gl.constexpr  # query heads that share one K/V head
     TOGETHER: gl.constexpr  # of them that are walked over together
+    cap_scale: gl.tensor  # read if HAS_SOFTCAP
+    HAS_SOFTCAP: gl.constexpr
 
     @gluon.jit
     def load_keys(self, b, kv, key, t):
@@ -241,7 +243,6 @@ def _step(
     slot = slot_of(i, STAGES)
     here = hide_from_compiler(W)
     s_layout: gl.constexpr = zero.type.layout
-    columns: gl.constexpr = gl.SliceLayout(0, s_layout)
     mbarrier.wait(a.ready_bars.index(slot), lap_of(i, STAGES) & 1)
     q = a.q_bufs.index(slot).reshape([ROWS, FIRST])
     q_more = a.q_more_bufs.index(slot).reshape([ROWS, MORE])
@@ -250,17 +251,15 @@ def _step(
     s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma(k_more, q_more.permute((1, 0)), s, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
-    s = mask_edge(s, span, key, row, IS_EDGE)
-    lse = row_numbers(a, slot, 0, columns)
-    packed = pack(gl.exp2(s * a.scale_log2 - lse[None, :]), dtype)
+    packed, slope = probabilities(s, a, span, slot, key, row, dtype, IS_EDGE)
     mbarrier.wait(a.ready_bars.index(STAGES), i & 1)
     do = a.do_bufs.index(hide_from_compiler(0)).reshape([ROWS, DV])
     dp = warpgroup_mma(a.v_bufs.index(here).reshape([ROWS, DV]), do.permute((1, 0)), zero, use_acc=False, is_async=True)
     p_operand = unpack(packed, dtype, gl.DotOperandLayout(0, dv.type.layout, 2))
     dv = warpgroup_mma(p_operand, do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
-    delta = row_numbers(a, slot, 1, columns)
-    ds = pack(unpack_wide(packed, dtype, s_layout) * (dp - delta[None, :]), dtype)
+    delta = row_numbers(a, slot, 1, gl.SliceLayout(0, s_layout))
+    ds = pack(unpack_wide(slope, dtype, s_layout) * (dp - delta[None, :]), dtype)
     dv, _ = warpgroup_mma_wait(0, deps=[dv, p_operand])
     named_barrier("arrive", DO_FREE, BOTH + 32)
     if not IS_FIRST:
@@ -347,8 +346,9 @@ def _backward_192_sm90_kernel(
     sizes: HopperBackwardSizes,
     window: Window,
     batch,  # packed: sequences; else None
-    scale_log2,  # scale * log2(e)
+    scale_log2,  # scale * log2(e); with a softcap, softcap * log2(e)
     scale,
+    cap_scale,  # scale / softcap; without one None
     GROUP: gl.constexpr,  # query heads that share one K/V head
     TOGETHER: gl.constexpr,  # of them that are walked over together: a divisor of GROUP
     BOUND_LEFT: gl.constexpr,  # whether some keys come too early for some rows
@@ -378,7 +378,7 @@ def _backward_192_sm90_kernel(
         make_tiles(dq_more_desc, 1),
         ready_bars, written_bars.index(0), key_tiles, sizes.heads, sizes.heads_kv,
         make_span(sizes, window, BOUND_LEFT, BOUND_RIGHT, ROWS, 2 * ROWS),
-        scale_log2, scale, GROUP, TOGETHER,
+        scale_log2, scale, GROUP, TOGETHER, scale if cap_scale is None else cap_scale, cap_scale is not None,
     )  # fmt: skip
     R: gl.constexpr = MATRIX_REGISTERS
     gl.warp_specialize(

@@ -61,8 +61,8 @@ from .primitives_sm90 import (
     load_rows,
     make_key_tiles,
     make_span,
-    mask_edge,
     place_of,
+    probabilities,
     query_tile,
     row_numbers,
     store_rows,
@@ -118,6 +118,8 @@ class Args:
     D: gl.constexpr
     DV: gl.constexpr
     V_COLUMNS: gl.constexpr  # of V that live in registers
+    cap_scale: gl.tensor  # read if HAS_SOFTCAP
+    HAS_SOFTCAP: gl.constexpr
 
     @gluon.jit
     def load_keys(self, b, kv, key, t):
@@ -249,11 +251,15 @@ def _keep_v(a, s_layout: gl.constexpr, W: gl.constexpr):
 @gluon.jit
 def _issue_dp(a, v, do, zero, W: gl.constexpr):
     """Issue dP = V dO, of the columns of V in registers, then of the others."""
-    dp = warpgroup_mma(v[0], do.slice(0, 64, dim=1).permute((1, 0)), zero, use_acc=False, is_async=True)
+    if a.V_COLUMNS > 0:
+        dp = warpgroup_mma(v[0], do.slice(0, 64, dim=1).permute((1, 0)), zero, use_acc=False, is_async=True)
     if a.V_COLUMNS > 64:
         do_part = do.slice(64, a.V_COLUMNS - 64, dim=1)
         dp = warpgroup_mma(v[1], do_part.permute((1, 0)), dp, is_async=True)
-    if a.V_COLUMNS < a.DV:
+    if a.V_COLUMNS == 0:
+        whole_v = a.v_bufs.index(hide_from_compiler(W)).reshape([ROWS, a.DV])
+        dp = warpgroup_mma(whole_v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+    elif a.V_COLUMNS < a.DV:
         REST: gl.constexpr = a.DV - a.V_COLUMNS
         rest = a.v_bufs.index(hide_from_compiler(W)).reshape([ROWS, a.DV]).slice(a.V_COLUMNS, REST, dim=1)
         dp = warpgroup_mma(rest, do.slice(a.V_COLUMNS, REST, dim=1).permute((1, 0)), dp, is_async=True)
@@ -272,25 +278,23 @@ def _step(
     q = a.q_bufs.index(slot).reshape([a.BLOCK_M, a.D])
     do = a.do_bufs.index(slot).reshape([a.BLOCK_M, a.DV])
     s_layout: gl.constexpr = zero.type.layout
-    columns: gl.constexpr = gl.SliceLayout(0, s_layout)
+    # In the place of the scores: there is no other.
+    DP_IS_LATE: gl.constexpr = a.V_COLUMNS > 0 or a.HAS_SOFTCAP
     s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
     dp = zero
-    if a.V_COLUMNS == 0:
-        whole_v = a.v_bufs.index(hide_from_compiler(W)).reshape([ROWS, a.DV])
-        dp = warpgroup_mma(whole_v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(1, deps=[s])
-    else:
+    if DP_IS_LATE:
         s = warpgroup_mma_wait(0, deps=[s])
-    s = mask_edge(s, span, key, row, IS_EDGE)
-    lse = row_numbers(a, slot, 0, columns)
-    packed = pack(gl.exp2(s * a.scale_log2 - lse[None, :]), dtype)
-    if a.V_COLUMNS > 0:  # in the place of the scores: there is no other
+    else:
+        dp = _issue_dp(a, v, do, zero, W)
+        s = warpgroup_mma_wait(1, deps=[s])
+    packed, slope = probabilities(s, a, span, slot, key, row, dtype, IS_EDGE)
+    if DP_IS_LATE:
         dp = _issue_dp(a, v, do, zero, W)
     p_operand = unpack(packed, dtype, gl.DotOperandLayout(0, dv.type.layout, 2))
     dv = warpgroup_mma(p_operand, do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
-    delta = row_numbers(a, slot, 1, columns)
-    ds = pack(unpack_wide(packed, dtype, s_layout) * (dp - delta[None, :]), dtype)
+    delta = row_numbers(a, slot, 1, gl.SliceLayout(0, s_layout))
+    ds = pack(unpack_wide(slope, dtype, s_layout) * (dp - delta[None, :]), dtype)
     if a.V_COLUMNS > 0:  # so that the registers of P are free
         dv, _ = warpgroup_mma_wait(0, deps=[dv, p_operand])
     if not IS_FIRST:
@@ -372,8 +376,9 @@ def _backward_sm90_kernel(
     sizes: HopperBackwardSizes,
     window: Window,
     batch,  # packed: sequences; else None
-    scale_log2,  # scale * log2(e)
+    scale_log2,  # scale * log2(e); with a softcap, softcap * log2(e)
     scale,
+    cap_scale,  # scale / softcap; without one None
     GROUP: gl.constexpr,  # query heads that share one K/V head
     TOGETHER: gl.constexpr,  # of them that are walked over together: a divisor of GROUP
     WARPGROUPS: gl.constexpr,  # that multiply matrices; 64 keys each
@@ -408,6 +413,7 @@ def _backward_sm90_kernel(
         make_span(sizes, window, BOUND_LEFT, BOUND_RIGHT, BLOCK_M, 64 * WARPGROUPS),
         scale_log2, scale,
         GROUP, TOGETHER, WARPGROUPS, BLOCK_M, STAGES, D, DV, V_COLUMNS,
+        scale if cap_scale is None else cap_scale, cap_scale is not None,
     )  # fmt: skip
     R: gl.constexpr = MATRIX_REGISTERS
     gl.warp_specialize(

@@ -33,7 +33,7 @@ _PACKED_HEADS_PER_GROUP = 2
 # speed of the other rule.
 _SHORT = 2048
 _WHOLE_GROUPS_IN_TURNS = 4
-_SERVED = ("a sliding window", "packed sequences", "attention sinks")  # sinks are part of the LSE
+_SERVED = ("a sliding window", "a softcap", "attention sinks", "packed sequences")  # sinks are part of the LSE
 _MAX = 2**29  # positions: a sum of two of them, rounded up, stays in 32 bits
 _MAX_QUERY_TILES = 2**22  # rows of what is kept of them, 512 each at the most, are counted in 32 bits
 _MAX_KEY_TILES = 2**30  # so that the count of those drawn stays in 32 bits
@@ -106,7 +106,7 @@ def hopper_backward_config(problem: BackwardProblem, gpu: GpuSpec) -> HopperBack
         config = replace(config, keys=64, writers=2)
     elif config.block_m == 128 and p.causal:
         config = replace(config, heads_per_group=32)
-    elif hopper_backward_columns(problem) == (128, 128) and p.dtype == "bf16" and not p.bounded_left:
+    elif hopper_backward_columns(problem) == (128, 128) and p.dtype == "bf16" and not (p.bounded_left or p.softcap):
         config = replace(config, v_columns=64)
     if p.causal and not p.bounded_left:  # a window bounds the walks
         config = _with_heads_together(problem, config, gpu)
@@ -190,6 +190,7 @@ def hopper_backward_refusal(problem: BackwardProblem, gpu: GpuSpec) -> str | Non
             f"its window hides the first {config.keys} keys from all queries",
         ),
         (p.item_bytes != 2, "it serves fp16 and bf16 only"),
+        (p.softcap and p.dtype == "fp16", "with a softcap its probabilities are not exact enough in fp16"),
         (
             not (problem.wants_q or problem.wants_kv),
             "it makes the gradients of q, k and v together, and none of them is asked for",

@@ -17,6 +17,7 @@ from ...gpu.signature import (
     scalars,
 )
 from ..forward.prepare import in_units
+from ..problem import LOG2_E
 from ..tiles import block_dim
 from .d192_gluon_sm90 import _backward_192_sm90_kernel
 from .gluon_sm90 import _backward_sm90_kernel
@@ -205,8 +206,9 @@ def _main(problem: BackwardProblem, config: HopperBackwardConfig, grid: Grid, to
             heads_per_group=min(config.heads_per_group, heads_total),
         ),
         **scalars("i32", "window", left=left, right=right),
-        "scale_log2": Scalar("fp32", p.scale_log2),
+        "scale_log2": Scalar("fp32", p.softcap * LOG2_E if p.softcap else p.scale_log2),
         "scale": Scalar("fp32", p.scale),
+        "cap_scale": Scalar("fp32", p.scale / p.softcap) if p.softcap else None,
     }
     constants: dict[str, Any] = {
         "GROUP": p.group,

@@ -23,7 +23,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ...gpu.gluon_sm90 import fetch_next, lap_of, make_barriers, rematerialize, slot_of, wait_for_kernel_before
+from ...gpu.gluon_sm90 import (
+    fetch_next,
+    lap_of,
+    make_barriers,
+    pack,
+    rematerialize,
+    slot_of,
+    tanh,
+    wait_for_kernel_before,
+)
 from ...gpu.gluon_versions import aggregate, tma_load, tma_store
 
 ROWS = gl.constexpr(64)  # keys that a warpgroup computes scores of
@@ -473,6 +482,25 @@ def make_key_tiles(sizes, sequences_ptr, batch):
 def row_numbers(a, slot, WHICH: gl.constexpr, layout: gl.constexpr):
     """Return LSE (0) or delta (1) of the query rows of a tile, one a column of the scores."""
     return a.stats_bufs.index(slot).slice(WHICH * a.span.BLOCK_M, a.span.BLOCK_M, dim=0).load(layout)
+
+
+@gluon.jit
+def probabilities(s, a, span, slot, key, row, dtype: gl.constexpr, IS_EDGE: gl.constexpr):
+    """Return P of a tile of products of K and Q, and P times the derivative of the softcap, both packed.
+
+    Without a softcap both are the same registers. tanh is within 2**-11: what rounding a score to fp16 costs.
+    """
+    capped = s
+    if a.HAS_SOFTCAP:
+        capped = tanh(s * a.cap_scale)
+    s = mask_edge(capped, span, key, row, IS_EDGE)
+    lse = row_numbers(a, slot, 0, gl.SliceLayout(0, s.type.layout))
+    p = gl.exp2(s * a.scale_log2 - lse[None, :])
+    packed = pack(p, dtype)
+    slope = packed
+    if a.HAS_SOFTCAP:
+        slope = pack(p * (1 - capped * capped), dtype)
+    return packed, slope
 
 
 @gluon.jit

@@ -46,8 +46,8 @@ from .primitives_sm90 import (
     load_rows,
     make_key_tiles,
     make_span,
-    mask_edge,
     place_of,
+    probabilities,
     query_tile,
     row_numbers,
     store_rows,
@@ -98,7 +98,7 @@ class Args:
     k_bufs: gl.shared_memory_descriptor  # [1, 1, 1, KEYS, D]
     k_more_bufs: gl.shared_memory_descriptor  # [1, 1, 1, KEYS, COLUMNS - D]
     v_bufs: gl.shared_memory_descriptor  # [1, 1, 1, KEYS, DV]
-    p_bufs: gl.shared_memory_descriptor  # [1, 64, 32] int32: P as threads hold it
+    p_bufs: gl.shared_memory_descriptor  # [1, 64, 32] int32: P, with a softcap times its derivative, as threads hold it
     ds_bufs: gl.shared_memory_descriptor  # [2, KEYS, ROWS]
     dq_bufs: gl.shared_memory_descriptor  # [1, 2 * LINES, 32] fp32
     ready_bars: gl.shared_memory_descriptor  # [STAGES + 3]: slots of Q, dO, K, V
@@ -114,6 +114,8 @@ class Args:
     COLUMNS: gl.constexpr  # of Q and K that are not 0
     D: gl.constexpr  # columns of Q and K in the first part
     DV: gl.constexpr
+    cap_scale: gl.tensor  # read if HAS_SOFTCAP
+    HAS_SOFTCAP: gl.constexpr
 
     @gluon.jit
     def load_keys(self, b, kv, key, t):
@@ -246,7 +248,6 @@ def _score_step(dv, zero, a, span, i, key, row, IS_FIRST: gl.constexpr, IS_EDGE:
     slot = slot_of(i, STAGES)
     mbarrier.wait(a.ready_bars.index(slot), lap_of(i, STAGES) & 1)
     here = hide_from_compiler(0)
-    s_layout: gl.constexpr = zero.type.layout
     REST: gl.constexpr = a.COLUMNS - LEFT
     k = _columns(a, a.k_bufs, a.k_more_bufs, here, 0, LEFT)
     q = _columns(a, a.q_bufs, a.q_more_bufs, slot, 0, LEFT)
@@ -260,13 +261,11 @@ def _score_step(dv, zero, a, span, i, key, row, IS_FIRST: gl.constexpr, IS_EDGE:
         named_barrier("sync", DS_FULL, BOTH)
         dq = _issue_dq(a, i - 1, zero, 0)
         s = warpgroup_mma_wait(1, deps=[s])
-    s = mask_edge(s, span, key, row, IS_EDGE)
-    lse = row_numbers(a, slot, 0, gl.SliceLayout(0, s_layout))
-    packed = pack(gl.exp2(s * a.scale_log2 - lse[None, :]), dtype)
+    packed, slope = probabilities(s, a, span, slot, key, row, dtype, IS_EDGE)
     named_barrier("arrive", Q_FREE + slot, BOTH + 32)
     if i > 0:
         named_barrier("sync", P_FREE, BOTH)
-    a.p_bufs.index(hide_from_compiler(0)).store(_as_held(packed))
+    a.p_bufs.index(hide_from_compiler(0)).store(_as_held(slope))
     named_barrier("arrive", P_FULL, BOTH)
     if not IS_FIRST:
         dq = warpgroup_mma_wait(0, deps=[dq])
@@ -436,8 +435,9 @@ def _backward_wide_sm90_kernel(
     sizes: HopperBackwardSizes,
     window: Window,
     batch,  # packed: sequences; else None
-    scale_log2,  # scale * log2(e)
+    scale_log2,  # scale * log2(e); with a softcap, softcap * log2(e)
     scale,
+    cap_scale,  # scale / softcap; without one None
     GROUP: gl.constexpr,  # query heads that share one K/V head
     TOGETHER: gl.constexpr,  # of them that are walked over together: a divisor of GROUP
     COLUMNS: gl.constexpr,  # of Q and K: 192 or 256; those behind are 0
@@ -478,6 +478,7 @@ def _backward_wide_sm90_kernel(
         ready_bars, written_bars, key_tiles, sizes.heads, sizes.heads_kv,
         make_span(sizes, window, BOUND_LEFT, BOUND_RIGHT, ROWS, KEYS),
         scale_log2, scale, GROUP, TOGETHER, COLUMNS, D, DV,
+        scale if cap_scale is None else cap_scale, cap_scale is not None,
     )  # fmt: skip
     R: gl.constexpr = MATRIX_REGISTERS
     gl.warp_specialize(
