@@ -302,7 +302,8 @@ def test_heads_of_a_group_are_walked_over_together(change, together):
     assert isinstance(plan.config, HopperBackwardConfig)
     assert plan.config.heads_together == together
     assert plan.problem.forward.group % together == 0
-    assert dict(prepare_backward_kernels(plan)[1].source.constants)["TOGETHER"] == together
+    call = dict(prepare_backward_kernels(plan)[1].source.constants)["CALL"]
+    assert together == call.TOGETHER
 
 
 def test_slower_memory_takes_fewer_heads_together():

@@ -210,6 +210,15 @@ class HopperBackwardSizes(NamedTuple):
     heads_per_group: Any  # K/V heads whose key tiles alternate in the order of programs
 
 
+class HopperBackwardCall(NamedTuple):
+    """Constants of a call of the gradients for Hopper."""
+
+    GROUP: int  # query heads that share one K/V head
+    TOGETHER: int  # of them that are walked over together: a divisor of GROUP
+    BOUND_LEFT: bool  # some keys come too early for some rows
+    BOUND_RIGHT: bool  # some keys come too late for some rows
+
+
 class QuerySizes(NamedTuple):
     """Sizes for the gradient of q; packed: the longest lengths, read for a bias alone."""
 

@@ -349,14 +349,11 @@ def _backward_192_sm90_kernel(
     scale_log2,  # scale * log2(e); with a softcap, softcap * log2(e)
     scale,
     cap_scale,  # scale / softcap; without one None
-    GROUP: gl.constexpr,  # query heads that share one K/V head
-    TOGETHER: gl.constexpr,  # of them that are walked over together: a divisor of GROUP
-    BOUND_LEFT: gl.constexpr,  # whether some keys come too early for some rows
-    BOUND_RIGHT: gl.constexpr,  # whether some keys come too late for some rows
+    CALL: gl.constexpr,  # HopperBackwardCall
     MATRIX_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV of 128 keys and add what they give to dQ. Grid: any."""
-    gl.static_assert(GROUP % TOGETHER == 0, "all partitions have as many walks")
+    gl.static_assert(CALL.GROUP % CALL.TOGETHER == 0, "all partitions have as many walks")
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], q_desc.dtype)
     ready_bars = make_barriers(STAGES + 3, 1)
     written_bars = make_barriers(1, 1)
@@ -377,8 +374,8 @@ def _backward_192_sm90_kernel(
         make_tiles(dq_desc, 1),
         make_tiles(dq_more_desc, 1),
         ready_bars, written_bars.index(0), key_tiles, sizes.heads, sizes.heads_kv,
-        make_span(sizes, window, BOUND_LEFT, BOUND_RIGHT, ROWS, 2 * ROWS),
-        scale_log2, scale, GROUP, TOGETHER, scale if cap_scale is None else cap_scale, cap_scale is not None,
+        make_span(sizes, window, CALL.BOUND_LEFT, CALL.BOUND_RIGHT, ROWS, 2 * ROWS),
+        scale_log2, scale, CALL.GROUP, CALL.TOGETHER, scale if cap_scale is None else cap_scale, cap_scale is not None,
     )  # fmt: skip
     R: gl.constexpr = MATRIX_REGISTERS
     gl.warp_specialize(

@@ -379,20 +379,17 @@ def _backward_sm90_kernel(
     scale_log2,  # scale * log2(e); with a softcap, softcap * log2(e)
     scale,
     cap_scale,  # scale / softcap; without one None
-    GROUP: gl.constexpr,  # query heads that share one K/V head
-    TOGETHER: gl.constexpr,  # of them that are walked over together: a divisor of GROUP
+    CALL: gl.constexpr,  # HopperBackwardCall
     WARPGROUPS: gl.constexpr,  # that multiply matrices; 64 keys each
     STAGES: gl.constexpr,  # query tiles in flight
     V_COLUMNS: gl.constexpr,  # of V that live in registers: 0, 64, 96 or all 128
-    BOUND_LEFT: gl.constexpr,  # whether some keys come too early for some rows
-    BOUND_RIGHT: gl.constexpr,  # whether some keys come too late for some rows
     MATRIX_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV of 64 * WARPGROUPS keys and add what they give to dQ. Grid: any."""
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[-2]
     D: gl.constexpr = q_desc.block_type.shape[-1]
     DV: gl.constexpr = do_desc.block_type.shape[-1]
-    gl.static_assert(GROUP % TOGETHER == 0, "all partitions have as many walks")
+    gl.static_assert(CALL.GROUP % CALL.TOGETHER == 0, "all partitions have as many walks")
     gl.static_assert(BLOCK_M * D == PART * WARPGROUPS, "a warpgroup computes 64 x 64 of dQ")
     gl.static_assert(STAGES <= KV_FREE - FREE, "the hardware has 16 barriers")
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, 64], q_desc.dtype)
@@ -410,9 +407,9 @@ def _backward_sm90_kernel(
         gl.allocate_shared_memory(q_desc.dtype, [2 * WARPGROUPS * BLOCK_M // 64, ROWS, 64], ds_layout),
         make_tiles(dq_desc, 2),
         ready_bars, written_bars, key_tiles, sizes.heads, sizes.heads_kv,
-        make_span(sizes, window, BOUND_LEFT, BOUND_RIGHT, BLOCK_M, 64 * WARPGROUPS),
+        make_span(sizes, window, CALL.BOUND_LEFT, CALL.BOUND_RIGHT, BLOCK_M, 64 * WARPGROUPS),
         scale_log2, scale,
-        GROUP, TOGETHER, WARPGROUPS, BLOCK_M, STAGES, D, DV, V_COLUMNS,
+        CALL.GROUP, CALL.TOGETHER, WARPGROUPS, BLOCK_M, STAGES, D, DV, V_COLUMNS,
         scale if cap_scale is None else cap_scale, cap_scale is not None,
     )  # fmt: skip
     R: gl.constexpr = MATRIX_REGISTERS

@@ -17,6 +17,7 @@ from ...gpu.signature import (
     scalars,
 )
 from ..forward.prepare import in_units
+from ..kernel_arguments import HopperBackwardCall
 from ..problem import LOG2_E
 from ..tiles import block_dim
 from .d192_gluon_sm90 import _backward_192_sm90_kernel
@@ -211,10 +212,12 @@ def _main(problem: BackwardProblem, config: HopperBackwardConfig, grid: Grid, to
         "cap_scale": Scalar("fp32", p.scale / p.softcap) if p.softcap else None,
     }
     constants: dict[str, Any] = {
-        "GROUP": p.group,
-        "TOGETHER": config.heads_together,
-        "BOUND_LEFT": p.bounded_left,
-        "BOUND_RIGHT": p.bounded_right,
+        "CALL": HopperBackwardCall(
+            GROUP=p.group,
+            TOGETHER=config.heads_together,
+            BOUND_LEFT=p.bounded_left,
+            BOUND_RIGHT=p.bounded_right,
+        ),
         "MATRIX_REGISTERS": 240,
     }
     if kernel is _backward_wide_sm90_kernel:

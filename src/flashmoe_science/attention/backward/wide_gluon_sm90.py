@@ -438,18 +438,15 @@ def _backward_wide_sm90_kernel(
     scale_log2,  # scale * log2(e); with a softcap, softcap * log2(e)
     scale,
     cap_scale,  # scale / softcap; without one None
-    GROUP: gl.constexpr,  # query heads that share one K/V head
-    TOGETHER: gl.constexpr,  # of them that are walked over together: a divisor of GROUP
+    CALL: gl.constexpr,  # HopperBackwardCall
     COLUMNS: gl.constexpr,  # of Q and K: 192 or 256; those behind are 0
-    BOUND_LEFT: gl.constexpr,  # whether some keys come too early for some rows
-    BOUND_RIGHT: gl.constexpr,  # whether some keys come too late for some rows
     MATRIX_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV of 64 keys and add what they give to dQ. Grid: any."""
     D: gl.constexpr = q_desc.block_type.shape[-1]
     DV: gl.constexpr = do_desc.block_type.shape[-1]
     IN_PARTS: gl.constexpr = COLUMNS < 256  # TMA is slow where a box lies outside of a tensor
-    gl.static_assert(GROUP % TOGETHER == 0, "all partitions have as many walks")
+    gl.static_assert(CALL.GROUP % CALL.TOGETHER == 0, "all partitions have as many walks")
     gl.static_assert((LEFT if IN_PARTS else 256) == D, "dQ has parts of 64 columns")
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS], q_desc.dtype)
     p_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -476,8 +473,8 @@ def _backward_wide_sm90_kernel(
         q_more, k_more, dk_more,
         q_bufs, q_more_bufs, do_bufs, stats_bufs, k_bufs, k_more_bufs, v_bufs, p_bufs, ds_bufs, dq_bufs,
         ready_bars, written_bars, key_tiles, sizes.heads, sizes.heads_kv,
-        make_span(sizes, window, BOUND_LEFT, BOUND_RIGHT, ROWS, KEYS),
-        scale_log2, scale, GROUP, TOGETHER, COLUMNS, D, DV,
+        make_span(sizes, window, CALL.BOUND_LEFT, CALL.BOUND_RIGHT, ROWS, KEYS),
+        scale_log2, scale, CALL.GROUP, CALL.TOGETHER, COLUMNS, D, DV,
         scale if cap_scale is None else cap_scale, cap_scale is not None,
     )  # fmt: skip
     R: gl.constexpr = MATRIX_REGISTERS
