@@ -177,18 +177,20 @@ def _row(features: str, cells: Iterable[str]) -> str:
     return f"| {features} | {' | '.join(cells)} |"
 
 
+def _cell(letters: Letters, gpu: str, options: dict[str, Any]) -> str:
+    """Return the letters of bf16, and those of fp16 where they are others."""
+    fp16, bf16 = (letters(gpu, dtype, options) for dtype in ("fp16", "bf16"))
+    return bf16 if fp16 == bf16 else f"{bf16}; fp16: {fp16}"
+
+
 def _table(title: str, letters: Letters, features: dict[str, dict[str, Any]]) -> str:
-    """Return a table: a column for architectures that are alike in fp16 and bf16, and one for fp32.
+    """Return a table: a column for architectures that are alike, for fp16 and bf16, and one for fp32.
 
     fp32 is alike on all that serve a feature.
     """
     columns: dict[str, tuple[str, ...]] = {}
     for arch, gpu in GPUS.items():
-        fp16, bf16 = (
-            tuple(letters(gpu, dtype, options) for options in features.values()) for dtype in ("fp16", "bf16")
-        )
-        assert fp16 == bf16, arch
-        columns[arch] = fp16
+        columns[arch] = tuple(_cell(letters, gpu, options) for options in features.values())
     fp32 = []
     for place, options in enumerate(features.values()):
         served = [gpu for arch, gpu in GPUS.items() if columns[arch][place] != "–"] or [*GPUS.values()]
