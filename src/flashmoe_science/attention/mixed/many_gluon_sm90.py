@@ -325,23 +325,19 @@ def _many_sm90_kernel(
     window_left, window_right,
     scale_log2,  # softmax_scale * log2(e), positive; with a softcap softcap * log2(e)
     cap_scale,  # softmax_scale / softcap; or 0
-    GROUP: gl.constexpr,  # query heads that share one K/V head
-    WARPGROUPS: gl.constexpr,  # that multiply matrices; 64 rows each
-    BLOCK_N: gl.constexpr,  # keys of one step
-    STAGES: gl.constexpr,  # tiles of K, and of V, in flight
-    PAGE_SIZE: gl.constexpr,
-    HAS_SEQUSED_Q: gl.constexpr, HAS_SOFTCAP: gl.constexpr, BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr,
-    PING_PONG: gl.constexpr, STORE_LSE: gl.constexpr,
-    D: gl.constexpr,  # 64 or 128
-    DV: gl.constexpr,
-    MATRIX_REGISTERS: gl.constexpr,
+    CALL: gl.constexpr,  # ManyCall
+    TILE: gl.constexpr,  # ManyTile
 ):  # fmt: skip
     """Attend 128 rows of one head to one share of the keys at a time. Grid: (at most shares of tiles,)."""
+    WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
+    BLOCK_N: gl.constexpr = TILE.BLOCK_N
+    STAGES: gl.constexpr = TILE.STAGES
     gl.static_assert(TURNS + 2 * WARPGROUPS + 2 * STAGES <= 16, "the hardware has 16 barriers")
     declare_too_large()
     HAS_SINKS: gl.constexpr = sinks_ptr is not None
-    D1: gl.constexpr = D - COLUMNS
-    DV1: gl.constexpr = DV - COLUMNS
+    D1: gl.constexpr = CALL.D - COLUMNS
+    DV1: gl.constexpr = CALL.DV - COLUMNS
+    R: gl.constexpr = TILE.REGISTERS
     q_ring = make_ring(q_desc, q_desc, D1, WARPGROUPS, 1, TURNS + WARPGROUPS)
     k_ring = _make_paged_ring(k_desc, D1, BLOCK_N, STAGES, WARPGROUPS, TURNS + 2 * WARPGROUPS)
     v_ring = _make_paged_ring(v_desc, DV1, BLOCK_N, STAGES, WARPGROUPS, TURNS + 2 * WARPGROUPS + STAGES)
@@ -352,12 +348,12 @@ def _many_sm90_kernel(
         q_desc, k_desc, v_desc, o_desc, o_part_ptr if lse_ptr is None else lse_ptr,
         sinks_ptr if HAS_SINKS else o_part_ptr, o_ptr, o_part_ptr, sums_part_ptr, records_ptr, page_table_ptr,
         counter_ptr, row_tiles, q_ring, o_bufs, k_ring, v_ring, stride_table_b, batch, heads, first_part,
-        window_left, window_right, scale_log2, cap_scale, GROUP, WARPGROUPS, BLOCK_N, STAGES, PAGE_SIZE,
-        HAS_SEQUSED_Q, HAS_SINKS, HAS_SOFTCAP, BOUND_LEFT, BOUND_RIGHT, PING_PONG, STORE_LSE, False, D1, COLUMNS,
-        DV1, DV,
+        window_left, window_right, scale_log2, cap_scale, CALL.GROUP, WARPGROUPS, BLOCK_N, STAGES,
+        CALL.PAGE_SIZE, CALL.HAS_SEQUSED_Q, HAS_SINKS, CALL.HAS_SOFTCAP, CALL.BOUND_LEFT, CALL.BOUND_RIGHT,
+        TILE.PING_PONG, CALL.STORE_LSE, False, D1, COLUMNS, DV1, CALL.DV,
     )  # fmt: skip
     gl.warp_specialize(
         [(_attend_partition, (a, 0)), (_attend_partition, (a, 1)), (_load_partition, (a,))],
         [4, 1],
-        [MATRIX_REGISTERS, 32],
+        [R, 32],
     )

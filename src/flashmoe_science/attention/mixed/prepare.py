@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...gpu.signature import Argument, Descriptor, Pointer, PreparedKernel, Scalar, kernel_source, prepare_kernel
+from ...gpu.signature import (
+    Argument,
+    Descriptor,
+    Pointer,
+    PreparedKernel,
+    Scalar,
+    kernel_source,
+    prepare_kernel,
+    scalars,
+)
 from ..forward.plan_sm90 import HOPPER_REGISTERS, HOPPER_ROWS
 from ..forward.prepare import (
     MAX_REGISTERS,
     alignment,
     bounds_and_bias,
-    each,
     optional_pointers,
     output_alignment,
     row_strides,
     strides_of,
 )
-from ..kernel_arguments import ForwardCall, MixedTile, MixedTiles, WorkQuotas
+from ..kernel_arguments import ForwardCall, ManyCall, ManyTile, MixedTile, MixedTiles, WorkQuotas
 from ..problem import LOG2_E, AttentionProblem
 from ..tiles import ForwardConfig, MixedConfig, Plan, block_dim, cdiv
 from .attend_triton import _merge_mixed_kernel, _mixed_kernel
@@ -172,7 +180,7 @@ def _attend(
         **strides_of("k_strides", p.k_strides, align),
         **strides_of("v_strides", p.v_strides, align),
         **strides_of("o_strides", p.output_strides, output_alignment(p)),
-        **each("i32", ("batch", "heads_kv"), (p.batch, p.heads_kv)),
+        **scalars("i32", batch=p.batch, heads_kv=p.heads_kv),
         "stride_table_b": Scalar("i64", p.table_stride),
         "first_part": Scalar("i64", first_part),
         "scale": Scalar("fp32", p.softcap_scale if p.softcap else p.scale_log2),
@@ -225,26 +233,30 @@ def _many_hopper(
         "page_table_ptr": Pointer("i32"),
         "counter_ptr": Pointer("i32"),
         "stride_table_b": Scalar("i64", p.table_stride),
-        **each("i32", ("batch", "heads", "first_part"), (p.batch, p.heads, first_part)),
-        **each("i32", ("window_left", "window_right"), (max(left, 0), max(right, 0))),
+        **scalars("i32", batch=p.batch, heads=p.heads, first_part=first_part),
+        **scalars("i32", window_left=max(left, 0), window_right=max(right, 0)),
         "scale_log2": Scalar("fp32", p.softcap * LOG2_E if p.softcap else p.scale_log2),
         "cap_scale": Scalar("fp32", p.scale / p.softcap if p.softcap else 0.0),
     }
     constants = {
-        "GROUP": p.group,
-        "WARPGROUPS": tile.block_m // HOPPER_ROWS,
-        "BLOCK_N": tile.block_n,
-        "STAGES": tile.num_stages,
-        "PAGE_SIZE": p.page_size,
-        "HAS_SEQUSED_Q": "q" in p.seqused,
-        "HAS_SOFTCAP": p.softcap > 0,
-        "BOUND_LEFT": p.bounded_left,
-        "BOUND_RIGHT": p.bounded_right,
-        "PING_PONG": config.ping_pong,
-        "STORE_LSE": p.return_lse,
-        "D": p.head_dim,
-        "DV": p.head_dim_v,
-        "MATRIX_REGISTERS": HOPPER_REGISTERS[tile.block_m // HOPPER_ROWS],
+        "CALL": ManyCall(
+            GROUP=p.group,
+            PAGE_SIZE=p.page_size,
+            HAS_SEQUSED_Q="q" in p.seqused,
+            HAS_SOFTCAP=p.softcap > 0,
+            BOUND_LEFT=p.bounded_left,
+            BOUND_RIGHT=p.bounded_right,
+            STORE_LSE=p.return_lse,
+            D=p.head_dim,
+            DV=p.head_dim_v,
+        ),
+        "TILE": ManyTile(
+            WARPGROUPS=tile.block_m // HOPPER_ROWS,
+            BLOCK_N=tile.block_n,
+            STAGES=tile.num_stages,
+            PING_PONG=config.ping_pong,
+            REGISTERS=HOPPER_REGISTERS[tile.block_m // HOPPER_ROWS],
+        ),
     }
     source = kernel_source(_many_sm90_kernel, arguments, constants, num_warps=4, dependent_launch=True)
     return prepare_kernel(source, grid, arguments)
@@ -258,7 +270,7 @@ def _merge(plan: Plan, config: MixedConfig, sizes: MixedSizes, grid: tuple[int, 
         **_outputs(p, split=True),
         "records_ptr": Pointer("i32"),
         **strides_of("o_strides", p.output_strides, output_alignment(p)),
-        **each("i32", ("batch", "heads_kv"), (p.batch, p.heads_kv)),
+        **scalars("i32", batch=p.batch, heads_kv=p.heads_kv),
         "many_part": Scalar("i64", part_rows(p, config, sizes)[0]),
         **window,
     }
