@@ -224,8 +224,8 @@ def test_refusals():
     names = "backward_gluon_sm90, backward_triton, backward_masked_triton, reference"
     with pytest.raises(InputError, match=f"kernel must be auto or one of {names}, got 'fastest'"):
         plan_backward(problem, SPECS["H200"], "fastest")
-    with pytest.raises(UnsupportedError, match="no kernel serves head dimension 257"):
-        make_plan(90, 64, "bf16", "causal", head_dim=257)
+    with pytest.raises(UnsupportedError, match="no kernel serves head dimension 513"):
+        make_plan(90, 64, "bf16", "causal", head_dim=513)
     with pytest.raises(UnsupportedError, match=r"backward_triton needs an NVIDIA GPU(.|\n)*TRITON_INTERPRET=1"):
         plan_backward(problem, None, "backward_triton")
     with pytest.raises(UnsupportedError, match="blocks is too large"):

@@ -308,7 +308,7 @@ def test_a_plan_says_why():
 
 
 def test_what_is_refused():
-    with pytest.raises(UnsupportedError, match=r"no kernel serves head dimension 576 with a cache(.|\n)*256"):
+    with pytest.raises(UnsupportedError, match=r"no kernel serves head dimension 576 with a cache(.|\n)*512"):
         plan_with_kv_cache(make(1, 8, 1, 1, 64, head_dim=576), H200)
     with pytest.raises(UnsupportedError, match=r"D 640 and DV 512 in bf16 with shared values(.|\n)*576 and 512"):
         plan_with_kv_cache(make(1, 8, 1, 1, 64, head_dim=640, head_dim_v=512, shared_kv=True), H200)

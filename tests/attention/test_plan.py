@@ -289,13 +289,13 @@ def test_an_architecture_without_a_table_takes_the_tiles_of_the_one_before(arch,
         assert dataclasses.replace(newer, arch=like.arch) == plan_attention(problem, like)
 
 
-@pytest.mark.parametrize("wide", [{"head_dim": 257}, {"head_dim": 64, "head_dim_v": 300}])
+@pytest.mark.parametrize("wide", [{"head_dim": 513}, {"head_dim": 64, "head_dim_v": 600}])
 @pytest.mark.parametrize("kernel", ["auto", "forward_triton", "forward_short_gluon"])
-def test_head_dimensions_above_256_are_refused_with_the_nearest(wide, kernel):
+def test_head_dimensions_above_512_are_refused_with_the_nearest(wide, kernel):
     widest = max(wide.values())
     with pytest.raises(UnsupportedError, match=f"no kernel serves head dimension {widest}") as caught:
         plan_attention(make_problem(**wide), H200, kernel)
-    assert caught.value.hint == "the nearest that is served: 256"
+    assert caught.value.hint == "the nearest that is served: 512"
 
 
 def test_a_grid_that_no_gpu_takes_is_refused():

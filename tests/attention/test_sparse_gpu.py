@@ -28,8 +28,13 @@ def test_small_problems(case, dtype):
 
 @pytest.mark.parametrize("page_size", [0, 1, 16, 64])
 @pytest.mark.parametrize("heads", [8, 16, 20, 64, 128])
-def test_deepseek(heads, page_size):
-    check_sparse(dataclasses.replace(DEEPSEEK, heads=heads, page_size=page_size, sinks=heads == 64), "cuda")
+@pytest.mark.parametrize("kernel", ["sparse_mla_triton", "sparse_mla_gluon_sm90"])
+def test_deepseek(heads, page_size, kernel):
+    if "sm90" in kernel and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("it is for Hopper")
+    case = dataclasses.replace(DEEPSEEK, heads=heads, page_size=page_size, sinks=heads == 64)
+    for num_splits in (0, 1, 7):
+        check_sparse(dataclasses.replace(case, num_splits=num_splits), "cuda", kernel)
 
 
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(512, 512), (64, 64), (16, 16), (192, 128)])

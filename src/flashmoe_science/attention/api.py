@@ -82,9 +82,9 @@ def flash_attention(
     o[b, h, m] = sum_n softmax_n(softmax_scale * q[b, h, m] . k[b, h // G, n]) v[b, h // G, n], with G = H / HK.
 
     Args:
-        q: ``[B, H, Sq, D]`` fp16, bf16 or fp32, any strides; D from 1 to 256 on a GPU.
+        q: ``[B, H, Sq, D]`` fp16, bf16 or fp32, any strides; D from 1 to 512 on a GPU.
         k: ``[B, HK, Sk, D]``, dtype and device of q; H is a multiple of HK (GQA, MQA).
-        v: ``[B, HK, Sk, DV]``, dtype and device of q; DV from 1 to 256 on a GPU.
+        v: ``[B, HK, Sk, DV]``, dtype and device of q; DV from 1 to 512 on a GPU.
         causal: row m sees keys up to m + Sk - Sq (aligned bottom-right). A row that sees no key gives 0 and LSE -inf.
         softmax_scale: multiplies the scores before the softmax; of any sign, and finite in fp32 when multiplied by
             log2(e). Default ``D ** -0.5``.

@@ -73,10 +73,10 @@ def flash_attention_varlen(
     of cu_seqlens_k; masks are aligned to the ends of its own queries and keys.
 
     Args:
-        q: ``[Tq, H, D]`` fp16, bf16 or fp32, any strides; D from 1 to 256 on a GPU.
+        q: ``[Tq, H, D]`` fp16, bf16 or fp32, any strides; D from 1 to 512 on a GPU.
         k: ``[Tk, HK, D]``, dtype and device of q; H is a multiple of HK. With ``page_table`` it is a cache
             ``[pages, page_size, HK, D]`` of any page size, any strides but D contiguous.
-        v: ``[Tk, HK, DV]``, dtype and device of q; DV from 1 to 256 on a GPU. With ``page_table``
+        v: ``[Tk, HK, DV]``, dtype and device of q; DV from 1 to 512 on a GPU. With ``page_table``
             ``[pages, page_size, HK, DV]``.
         cu_seqlens_q: ``[B + 1]`` int32, contiguous, on the device of q: where sequences start in q, and where the last
             one ends. A sequence may be empty.

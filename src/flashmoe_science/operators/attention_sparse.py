@@ -11,7 +11,7 @@ import torch
 from ..attention.problem import canonical_strides
 from ..attention.sparse import reference
 from ..attention.sparse.api import sparse_mla
-from ..attention.sparse.plan import SPARSE_KERNEL, SparsePlan, plan_sparse_mla
+from ..attention.sparse.plan import HOPPER_SPARSE_KERNEL, SPARSE_KERNEL, SparsePlan, plan_sparse_mla
 from ..attention.sparse.problem import SparseProblem
 from ..errors import InputError
 from ..gpu.planning import Work
@@ -23,6 +23,7 @@ from .error_scale import Scale
 from .stress import OF_VALUES, stress_attention
 
 sparse_mla_triton = functools.partial(sparse_mla, kernel=SPARSE_KERNEL)
+sparse_mla_gluon_sm90 = functools.partial(sparse_mla, kernel=HOPPER_SPARSE_KERNEL)
 
 
 class SparseOperator(KernelOperator):
@@ -39,13 +40,16 @@ class SparseOperator(KernelOperator):
     }  # fmt: skip
     required = ("batch", "heads", "seqlen_k", "top_k", "dtype")
     omitted = {"softmax_scale": None, "page_size": 0, "batch_invariant": False, "padding": 0}
-    kernels = {"sparse_mla": "auto", "sparse_mla_triton": SPARSE_KERNEL}
+    kernels = {
+        "sparse_mla": "auto", "sparse_mla_gluon_sm90": HOPPER_SPARSE_KERNEL, "sparse_mla_triton": SPARSE_KERNEL,
+    }  # fmt: skip
     public_module = sparse_mla.__module__
     rooms = ("attention",)
     framework = ("*flash_fwd*", "*fmha*", "*cudnn*", "*softmax*")
     known_baselines = BASELINES
     preparer = "flashmoe_science.attention.sparse.prepare:prepare_sparse_kernels"
     instead = SPARSE_KERNEL
+    spill_bytes = {"_sparse_kernel": 256}  # of 64 heads on sm_90, by Triton 3.9: smaller tiles were slower
     stress_draws = (*OF_VALUES, "strided", "odd_offset")
     laid_out = ("q",)
 
@@ -159,7 +163,7 @@ class SparseOperator(KernelOperator):
 
     def instruction(self, plan: SparsePlan, kernel: str) -> str:  # noqa: ARG002 - the protocol's signature
         """Return the machine instruction that a kernel promises, as a pattern, or an empty text."""
-        return "*MMA*" if kernel == "_sparse_kernel" else ""
+        return {"_sparse_kernel": "*MMA*", "_sparse_sm90_kernel": "*GMMA*"}.get(kernel, "")
 
     def interpreter_steps(self, problem: Any) -> int:
         """Count tiles of 16 indices of 16 heads."""

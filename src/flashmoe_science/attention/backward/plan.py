@@ -154,6 +154,15 @@ BACKWARD_TABLES: dict[tuple[int, ...], dict[tuple[int, int], BackwardTiles]] = {
 }
 
 
+# D above 256, on every architecture, by bytes of an element: dK and dV have a launch each.
+_WIDE_TILES = {
+    2: _row("16x32x8x1", "16x32x8x1", "16x32x8x1", "32x16x8x1", "32x16x8x1", "16x16x8x1", kv_apart=True),
+    4: _row("16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", kv_apart=True),
+}
+# sm_90: 5.9 ms on an H200, where those above take 10.4 and SDPA 11.9 (lab/hopper/18_head_size_512.txt).
+_WIDE_TILES_OF_HOPPER = _row(
+    "32x32x8x1", "32x32x8x1", "32x32x8x1", "32x32x8x1", "32x32x8x1", "16x16x8x1", kv_apart=True
+)
 # Tiles for dropout (random numbers take registers) and for packed biases (sequence ends do): (bytes of an element,
 # columns) -> tiles of the kernels that own keys, queries and the bias. The same on every architecture, and checked
 # there with all features; fp32 has its own.
@@ -169,6 +178,8 @@ def backward_tiles(arch: int, item_bytes: int, columns: int) -> BackwardTiles:
 
     An architecture without a table takes that of the one before it: sm_103 has the tiles of sm_100.
     """
+    if columns > 256:
+        return _WIDE_TILES_OF_HOPPER if arch == 90 and item_bytes == 2 else _WIDE_TILES[item_bytes]
     near = max(known for archs in BACKWARD_TABLES for known in archs if known <= arch)
     key = item_bytes, max(64, columns)
     return next(table[key] for archs, table in BACKWARD_TABLES.items() if near in archs)
@@ -179,13 +190,14 @@ def backward_config(problem: BackwardProblem, arch: int) -> BackwardConfig:
     p = problem.forward
     columns = block_dim(max(p.head_dim, p.head_dim_v))
     tiles = backward_tiles(arch, p.item_bytes, columns)
+    apart = columns > 256  # also with features
     if p.dropout_p or (p.packed and p.bias):
         featured = tiles.kv_features, tiles.q_features, tiles.bias
-        return BackwardConfig(*_SMALL_TILES.get((p.item_bytes, max(64, columns)), featured))
+        return BackwardConfig(*_SMALL_TILES.get((p.item_bytes, max(64, columns)), featured), kv_apart=apart)
     if p.mask_heads:
         return BackwardConfig(tiles.kv_features, tiles.q_features, tiles.bias, tiles.kv_apart)
     if p.window != (-1, -1) or p.softcap or p.alibi or p.bias:
-        return BackwardConfig(tiles.kv_features, tiles.q_features, tiles.bias)
+        return BackwardConfig(tiles.kv_features, tiles.q_features, tiles.bias, kv_apart=apart)
     whole = not p.packed and p.seqlen_q % tiles.kv.block_m == 0
     return BackwardConfig(tiles.kv if whole else tiles.kv_ragged, tiles.q, tiles.bias, tiles.kv_apart)
 

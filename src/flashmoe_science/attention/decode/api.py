@@ -89,7 +89,7 @@ def flash_attention_with_kv_cache(
     and a captured CUDA graph replays with whatever they hold then.
 
     Args:
-        q: ``[B, H, Sq, D]`` fp16, bf16 or fp32, D contiguous; D from 1 to 256 on a GPU.
+        q: ``[B, H, Sq, D]`` fp16, bf16 or fp32, D contiguous; D from 1 to 512 on a GPU.
         k_cache: ``[B, S, HK, D]``, or with ``page_table`` ``[pages, page_size, HK, D]`` of any page size (fast from
             16), dtype of q or ``torch.float8_e4m3fn`` (sm_89 and newer), device of q, any strides but D contiguous; H
             is a multiple of HK. Positions come before heads, as caches are written token by token: a cache

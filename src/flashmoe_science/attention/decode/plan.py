@@ -166,6 +166,9 @@ _INVARIANT_KEYS = 256
 _INVARIANT_SPLITS = (4, 64)
 # Prompt-sized queries fill the grid without splits, and their partial outputs would take more memory than the cache.
 _INVARIANT_ROW_TILES = 4
+_WIDEST_TILE = 256  # columns of K, or of V, of the tables but for MLA's rows
+# D above 256 with values of their own, on every architecture, by bytes of an element: 32 keys and values have 64 KB.
+_WIDE_CONFIGS = {2: (_D(16, 32, 8, 2, 1), _D(32, 32, 8, 2, 1)), 4: (_D(16, 16, 8, 1, 1),)}
 _FP8_ARCH = 89  # the first with instructions that convert e4m3
 MERGE_WARPS = 4
 APPEND_WARPS = 4
@@ -183,14 +186,15 @@ def decode_config(problem: CacheProblem, arch: int, sms: int) -> DecodeConfig:
     """
     near = max(known for archs in DECODE_TABLES for known in archs if known <= arch)
     widest = max(problem.head_dim, problem.head_dim_v)
-    width = problem.item_bytes, 512 if widest > MAX_HEAD_DIM else max(64, block_dim(widest))
+    width = problem.item_bytes, 512 if widest > _WIDEST_TILE else max(64, block_dim(widest))
 
     def of(tables: Mapping[tuple[int, ...], Mapping[tuple[int, int], Any]]) -> Any:
         return next((table.get(width) for archs, table in tables.items() if near in archs), None)
 
-    configs: tuple[DecodeConfig, ...] = of(DECODE_TABLES)
+    is_wide = widest > _WIDEST_TILE and not problem.shared_kv
+    configs: tuple[DecodeConfig, ...] = _WIDE_CONFIGS[problem.item_bytes] if is_wide else of(DECODE_TABLES)
     config = next((config for config in configs if config.block_m >= problem.packed_rows), configs[-1])
-    if problem.batch_invariant or problem.num_splits or config.block_m != configs[0].block_m:
+    if problem.batch_invariant or problem.num_splits or config.block_m != configs[0].block_m or is_wide:
         return config
     is_told = not (problem.has_seqlens or problem.has_leftpad or problem.has_batch_idx or problem.page_size)
     if problem.batch == 1 and problem.seen_keys <= _FEW_KEYS and is_told:
@@ -299,9 +303,7 @@ def plan_with_kv_cache(problem: CacheProblem, gpu: GpuSpec | None, kernel: str =
         raise UnsupportedError(
             "the reference reads lengths on the host, so it serves no CUDA tensors", hint="use kernel='auto'"
         )
-    widest = max(problem.head_dim, problem.head_dim_v)
-    if widest > MAX_HEAD_DIM:
-        _refuse_wide(problem)
+    _refuse_wide(problem)
     if gpu is None:  # small tiles and few SMs, so that small problems are split
         config = DecodeConfig(16, 16, 4, 1, 1)
         why = "Triton's interpreter runs it (TRITON_INTERPRET=1)"
@@ -330,11 +332,13 @@ def _gpu_plan(problem: CacheProblem, gpu: GpuSpec, kernel: str) -> DecodePlan:
 def _refuse_wide(problem: CacheProblem) -> None:
     """Raise ``UnsupportedError`` for heads that are wider than ``MAX_HEAD_DIM``, but for those of MLA."""
     widest = max(problem.head_dim, problem.head_dim_v)
-    if not problem.shared_kv:
+    if not problem.shared_kv and widest > MAX_HEAD_DIM:
         raise UnsupportedError(
             f"no kernel serves head dimension {widest} with a cache",
             hint=f"the nearest that is served: {MAX_HEAD_DIM}; or 576 with v_cache = k_cache[..., :512] (MLA)",
         )
+    if not problem.shared_kv or widest <= _WIDEST_TILE:
+        return
     if problem.item_bytes != 2 or problem.head_dim_v > 512 or problem.head_dim - problem.head_dim_v > 64:
         raise UnsupportedError(
             f"no kernel serves D {problem.head_dim} and DV {problem.head_dim_v} in {problem.dtype} with shared values",

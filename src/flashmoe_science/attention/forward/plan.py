@@ -25,7 +25,7 @@ from .short_plan import short_passed_over, short_plan, short_refusal, short_slow
 from .triton_plan import forward_plan
 from .variants_plan import FEATURES_KERNEL, variants_passed_over, variants_plan, variants_refusal
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 KERNELS = (
     "forward_short_gluon", "forward_gluon_sm90", FEATURES_KERNEL, "forward_triton", MASKED_KERNEL, MIXED_HOPPER_KERNEL,
     MIXED_KERNEL, "reference",

@@ -19,6 +19,7 @@ _HOPPER_L2_BYTES = 32 << 20  # of K and V of a group of heads: what FlashAttenti
 # Rows, keys, tiles: a sum of two of them, rounded up, stays in 32 bits. So does the count of key tiles over all row
 # tiles of a program, at about 1 us each in any call of less than half an hour.
 _HOPPER_MAX = 2**29
+_WIDEST = 256
 
 # Where row tiles do not fill the GPU, forward_triton may split the keys, in two kernels. Per head width and mask: the
 # row tiles on 132 SMs up to which splitting is faster, and the cost of the merge in row tiles x keys. Measured on an
@@ -202,13 +203,21 @@ def hopper_refusal(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
         return "there are no keys"
     if problem.scale_log2 < SMALLEST_SCALE_LOG2:
         return "it needs a positive softmax_scale, of normal size in fp32"
-    if problem.head_dim % 8 or problem.head_dim_v % 8:
-        return "it serves head dimensions that are multiples of 8 (TMA steps by 16 bytes)"
+    if refusal := _head_dim_refusal(problem):
+        return refusal
     if problem.pointer_alignment < 16:
         return "TMA reads tensors that start at multiples of 16 bytes"
     if max(problem.seqlen_q, problem.seqlen_k, hopper_tiles(problem, hopper_config(problem, gpu))) >= _HOPPER_MAX:
         return f"it counts rows, keys and tiles up to {_HOPPER_MAX}"
     return _hopper_layout_refusal(problem)
+
+
+def _head_dim_refusal(problem: AttentionProblem) -> str | None:
+    if max(problem.head_dim, problem.head_dim_v) > _WIDEST:
+        return f"it serves head dimensions up to {_WIDEST}"
+    if problem.head_dim % 8 or problem.head_dim_v % 8:
+        return "it serves head dimensions that are multiples of 8 (TMA steps by 16 bytes)"
+    return None
 
 
 def _hopper_layout_refusal(problem: AttentionProblem) -> str | None:

@@ -59,6 +59,12 @@ FORWARD_TABLES: dict[tuple[int, ...], dict[tuple[int, int], tuple[ForwardConfig,
     },
 }  # fmt: skip
 
+# D above 256, by bytes of an element, on every architecture and with any feature: 32 keys of 512 columns have 32 KB.
+# Without features sm_90 takes 64 rows, though Triton spills: 158 TFLOP/s on an H200 (causal, 4k keys, 8 heads over 4).
+# 32 rows give 118 with 64 keys a step and 81 with 32, 16 rows 53, and SDPA 18 (lab/hopper/18_head_size_512.txt).
+_WIDE_ROWS = {2: (_T(32, 32, 8, 1), _T(16, 32, 8, 1)), 4: (_T(16, 16, 8, 1),)}
+_WIDE_ROWS_OF_HOPPER = _T(64, 32, 8, 2), _T(32, 64, 8, 1), _T(16, 32, 8, 1)
+
 # Rows in place of those above where features would make them spill, chosen like them: with any feature; with a bias or
 # more than two of window, softcap, sinks, ALiBi and pages, for which a thread needs more registers; with dropout; with
 # a bias of packed sequences, dropout or not; and with pages, whose numbers are read ahead.
@@ -134,6 +140,9 @@ def forward_rows(
     for none, 1 for some, 2 for many, 3 with dropout and 4 with a bias of packed sequences (``_weight_of_features``);
     ``paged``: keys lie in pages.
     """
+    if columns > 256:
+        is_plain = arch == 90 and item_bytes == 2 and not features and not paged
+        return _WIDE_ROWS_OF_HOPPER if is_plain else _WIDE_ROWS[item_bytes]
     near = max(known for archs in FORWARD_TABLES for known in archs if known <= arch)
     key = item_bytes, max(64, columns)
     by_weight = (_PACKED_BIAS_TABLES, _DROPOUT_TABLES, _MANY_FEATURES_TABLES, _FEATURE_TABLES, FORWARD_TABLES)

@@ -69,9 +69,10 @@ def sparse_mla(
             absorption, e.g. ``192 ** -0.5``.
         num_splits: the most programs that share the indices of a query; 0 leaves the choice to the plan.
         batch_invariant: a sequence gets the same bits whatever else is in the batch: indices are split by K, Sq and H
-            alone. ``num_splits`` overrides it, with the same guarantee.
+            alone. On Hopper it must be the same whether all rows start at multiples of 16 bytes. ``num_splits``
+            overrides it, with the same guarantee.
         return_lse: return the log-sum-exp of every row too.
-        kernel: ``"auto"`` or ``"sparse_mla_triton"``; a forced kernel never falls back.
+        kernel: ``"auto"``, ``"sparse_mla_gluon_sm90"`` or ``"sparse_mla_triton"``; a forced kernel never falls back.
 
     Returns:
         o ``[B, H, Sq, DV]`` in the dtype of q; with ``return_lse`` the pair of o and lse ``[B, H, Sq]`` fp32, natural

@@ -47,4 +47,3 @@ class SparseTile(NamedTuple):
     TILES_M: int  # row tiles of the heads of a query
     SPLIT: bool  # a query may have more than one split
     NUM_STAGES: int
-    TRANSPOSED: bool = False

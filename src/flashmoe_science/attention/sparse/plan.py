@@ -12,12 +12,14 @@ from ...gpu.planning import PlannedLaunch, refuse_architecture
 from ...gpu.specs import GpuSpec
 from ..decode.plan import even_splits
 from ..tiles import cdiv
-from .problem import SparseProblem
+from .problem import SparseProblem, alignment_of
 
 SPARSE_KERNEL = "sparse_mla_triton"
-SPARSE_KERNELS = (SPARSE_KERNEL, "reference")
+HOPPER_SPARSE_KERNEL = "sparse_mla_gluon_sm90"
+SPARSE_KERNELS = (SPARSE_KERNEL, HOPPER_SPARSE_KERNEL, "reference")
+HOPPER = 90
 MERGE_WARPS = 4
-MERGE_COLUMNS = 128  # of one program, at the most
+MERGE_COLUMNS = 256  # of one program, at the most: 18.7 us with 8 sequences of 16 heads, and 19.9 with 128
 MERGE_SPLITS = 16  # of one step
 _WIDEST_VALUES = 512
 _WIDEST_REST = 128
@@ -32,7 +34,6 @@ class SparseConfig:
     block_n: int  # indices of one step
     num_warps: int
     num_stages: int  # tiles of rows in flight, and the one that is worked on
-    transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +69,14 @@ class SparsePlan:
         return self.as_text()
 
 
-# Architectures -> tiles by heads of a query, fewest first. A row of 576 columns in 16 bits has 1,152 bytes, and all
+# Architectures -> tiles of sparse_mla_triton by heads of a query, fewest first, those of sm_90 chosen among 20 on an
+# H200 (lab/decode/8_sparse_mla_tiles_h200.txt). A row of 576 columns in 16 bits has 1,152 bytes, and all
 # tiles in flight lie in shared memory: 227 KB on sm_90, 163 KB on sm_80, 99 KB on sm_89.
 _C = SparseConfig
 SPARSE_TABLES: dict[tuple[int, ...], tuple[SparseConfig, ...]] = {
     (80,): (_C(16, 32, 4, 3), _C(32, 32, 8, 3)),
     (86, 89, 120): (_C(16, 32, 4, 2), _C(32, 16, 8, 2)),
-    (90,): (_C(16, 64, 8, 3), _C(32, 32, 8, 3), _C(64, 32, 8, 3, transposed=True)),
+    (90,): (_C(16, 64, 8, 2), _C(64, 32, 8, 2)),
     (100,): (_C(16, 64, 8, 3), _C(32, 32, 8, 3), _C(64, 32, 8, 2)),
 }
 
@@ -86,6 +88,22 @@ def sparse_config(problem: SparseProblem, arch: int) -> SparseConfig:
     return next((config for config in configs if config.block_m >= problem.heads), configs[-1])
 
 
+# 8 sequences of 16, 64 and 128 heads: 19.9, 30.0 and 47.9 us on an H200, where sparse_mla_triton takes 27.2, 39.8 and
+# 59.7; a chunk of 512 queries of 128 heads: 203 and 156 TFLOP/s (lab/decode/9_sparse_mla_hopper_h200.txt).
+HOPPER_SPARSE_TILES = (_C(8, 64, 4, 2), _C(16, 64, 4, 2), _C(32, 64, 4, 2))  # by heads
+
+
+def hopper_sparse_refusal(problem: SparseProblem, arch: int) -> str | None:
+    """Return why ``sparse_mla_gluon_sm90`` cannot serve ``problem``, or None."""
+    if arch != HOPPER:
+        return "it is for Hopper"
+    if (problem.head_dim, problem.head_dim_v) != (576, 512):
+        return f"it serves D 576 and DV 512, got {problem.head_dim} and {problem.head_dim_v}"
+    if min(alignment_of(problem, problem.q_strides[:3]), alignment_of(problem, problem.kv_strides)) < 8:
+        return "rows have to start at multiples of 16 bytes"
+    return None
+
+
 def plan_sparse_mla(problem: SparseProblem, gpu: GpuSpec | None, kernel: str = "auto") -> SparsePlan:
     """Return how ``problem`` is served on ``gpu`` (None: CPU tensors). A forced ``kernel`` never falls back.
 
@@ -95,6 +113,8 @@ def plan_sparse_mla(problem: SparseProblem, gpu: GpuSpec | None, kernel: str = "
     """
     if kernel not in ("auto", *SPARSE_KERNELS):
         raise InputError(f"kernel must be auto or one of {', '.join(SPARSE_KERNELS)}, got {shown(kernel)}")
+    if gpu is None and kernel == HOPPER_SPARSE_KERNEL:
+        raise UnsupportedError(f"{kernel} needs a Hopper GPU, got CPU tensors", hint="auto runs the reference on CPUs")
     if gpu is None and kernel != SPARSE_KERNEL:
         return SparsePlan(problem, "CPU", 0, "reference", None, 1, problem.top_k, (), "CPU tensors run the reference")
     if gpu is None and os.environ.get("TRITON_INTERPRET") != "1":
@@ -109,10 +129,23 @@ def plan_sparse_mla(problem: SparseProblem, gpu: GpuSpec | None, kernel: str = "
         why = "Triton's interpreter runs it (TRITON_INTERPRET=1)"
         return tiled_plan(problem, "CPU", 0, 8, SparseConfig(16, 16, 4, 1), why)
     refuse_architecture(gpu.arch)
-    return tiled_plan(problem, gpu.name, gpu.arch, gpu.sms, sparse_config(problem, gpu.arch), "indices name the rows")
+    refusal = hopper_sparse_refusal(problem, gpu.arch)
+    if kernel == HOPPER_SPARSE_KERNEL and refusal:
+        raise UnsupportedError(
+            f"{kernel} does not serve {problem.describe()}: {refusal}", hint=f"{SPARSE_KERNEL} serves it"
+        )
+    if kernel != SPARSE_KERNEL and refusal is None:
+        tiles = HOPPER_SPARSE_TILES
+        config = next((config for config in tiles if config.block_m >= problem.heads), tiles[-1])
+        why = "it is the one for Hopper" if kernel == "auto" else "it was asked for"
+        return tiled_plan(problem, gpu.name, gpu.arch, gpu.sms, config, why, HOPPER_SPARSE_KERNEL)
+    why = f"{HOPPER_SPARSE_KERNEL} is passed over ({refusal})" if kernel == "auto" else "it was asked for"
+    return tiled_plan(problem, gpu.name, gpu.arch, gpu.sms, sparse_config(problem, gpu.arch), why)
 
 
-def tiled_plan(problem: SparseProblem, gpu: str, arch: int, sms: int, config: SparseConfig, why: str) -> SparsePlan:
+def tiled_plan(
+    problem: SparseProblem, gpu: str, arch: int, sms: int, config: SparseConfig, why: str, kernel: str = SPARSE_KERNEL
+) -> SparsePlan:
     """Return the plan of a tile on a GPU of so many SMs. Raises ``UnsupportedError``: a grid would be too large."""
     p, step = problem, config.block_n
     if not p.batch * p.seqlen_q * p.heads:
@@ -129,7 +162,8 @@ def tiled_plan(problem: SparseProblem, gpu: str, arch: int, sms: int, config: Sp
     each = cdiv(tiles, count) * step
     splits = max(1, cdiv(p.top_k, each))
     grid = cdiv(p.heads, config.block_m) * splits * p.seqlen_q * p.batch
-    launches = [PlannedLaunch("_sparse_kernel", (grid, 1, 1), (32 * config.num_warps, 1, 1))]
+    name = "_sparse_kernel" if kernel == SPARSE_KERNEL else "_sparse_sm90_kernel"
+    launches = [PlannedLaunch(name, (grid, 1, 1), (32 * config.num_warps, 1, 1))]
     if splits > 1:
         tiles_dv = cdiv(p.head_dim_v, MERGE_COLUMNS)
         merge_grid = (tiles_dv * p.seqlen_q * p.heads, p.batch, 1)
@@ -140,7 +174,7 @@ def tiled_plan(problem: SparseProblem, gpu: str, arch: int, sms: int, config: Sp
                 f"a grid of {launch.grid} blocks is too large for {launch.pattern}",
                 hint="at most 65535 sequences, and 2**31 tiles, are served",
             )
-    return SparsePlan(p, gpu, arch, SPARSE_KERNEL, config, splits, each, tuple(launches), f"{why}; {reason}")
+    return SparsePlan(p, gpu, arch, kernel, config, splits, each, tuple(launches), f"{why}; {reason}")
 
 
 def _refuse_columns(problem: SparseProblem) -> None:

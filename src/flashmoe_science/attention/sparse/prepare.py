@@ -6,7 +6,8 @@ from typing import Any
 
 from ...gpu.signature import Argument, Pointer, PreparedKernel, Scalar, kernel_source, prepare_kernel
 from .arguments import SparseCall, SparseTile
-from .plan import MERGE_COLUMNS, MERGE_SPLITS, MERGE_WARPS, SparsePlan
+from .gluon_sm90 import _sparse_sm90_kernel
+from .plan import HOPPER_SPARSE_KERNEL, MERGE_COLUMNS, MERGE_SPLITS, MERGE_WARPS, SparsePlan
 from .problem import SparseProblem, alignment_of
 from .rows_triton import _merge_sparse_kernel, _sparse_kernel
 
@@ -15,7 +16,7 @@ _MAX_REGISTERS = 255  # all that a thread can have
 
 def prepare_sparse_kernels(plan: SparsePlan) -> tuple[PreparedKernel, ...]:
     """Return the kernels of ``plan``, in the order in which they are launched."""
-    makers = {"_sparse_kernel": _attend, "_merge_sparse_kernel": _merge}
+    makers = {"_sparse_kernel": _attend, "_sparse_sm90_kernel": _attend, "_merge_sparse_kernel": _merge}
     return tuple(makers[launch.pattern](plan, launch.grid) for launch in plan.launches)
 
 
@@ -58,10 +59,10 @@ def _attend(plan: SparsePlan, grid: tuple[int, int, int]) -> PreparedKernel:
             TILES_M=-(-p.heads // config.block_m),
             SPLIT=plan.splits > 1,
             NUM_STAGES=config.num_stages,
-            TRANSPOSED=config.transposed,
         ),
     }  # fmt: skip
-    return _prepare(_sparse_kernel, plan, grid, arguments, constants, config.num_warps, config.num_stages)
+    function = _sparse_sm90_kernel if plan.kernel == HOPPER_SPARSE_KERNEL else _sparse_kernel
+    return _prepare(function, plan, grid, arguments, constants, config.num_warps, config.num_stages)
 
 
 def _merge(plan: SparsePlan, grid: tuple[int, int, int]) -> PreparedKernel:

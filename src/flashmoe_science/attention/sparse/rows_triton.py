@@ -106,53 +106,27 @@ def _sparse_kernel(
         offs_rest = CALL.DV + tl.arange(0, CALL.REST)
         q_rest = tl.load(q_rows[:, None] + offs_rest[None, :], mask=mask_m[:, None], other=0.0)
 
-    if TILE.TRANSPOSED:
-        acc = tl.zeros([DV, BLOCK_M], tl.float32)
-        l = tl.zeros([BLOCK_M], tl.float32)
-        m = tl.full([BLOCK_M], -float("inf"), tl.float32)
-        q_t, q_rest_t = tl.trans(q), tl.trans(q_rest)
-        for start in tl.range(begin, stop, TILE.BLOCK_N, num_stages=TILE.NUM_STAGES):
-            is_there = rows >= 0
-            ptrs = base + (rows.to(tl.int64) * CALL.ALIGN)[:, None]
-            kv = tl.load(ptrs + offs_dv[None, :], mask=is_there[:, None], other=0.0)  # [BLOCK_N, DV]
-            s = tl.dot(kv, q_t)  # [BLOCK_N, BLOCK_M]
-            if CALL.REST > 0:
-                rest = tl.load(ptrs + offs_rest[None, :], mask=is_there[:, None], other=0.0)  # [BLOCK_N, REST]
-                s = tl.dot(rest, q_rest_t, s)
-            rows = _find_rows(indices, table, start + TILE.BLOCK_N + offs_n, stop, sizes, strides, CALL)
-            s = tl.where(is_there[:, None], s * scale, -float("inf"))
-            m_new = tl.maximum(m, tl.max(s, 0))
-            # A row that has met no key has m == -inf, and -inf - -inf is NaN.
-            m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)
-            p = tl.exp2(s - m_safe[None, :])
-            alpha = tl.exp2(m - m_safe)
-            l = l * alpha + tl.sum(p, 0)
-            acc = tl.dot(tl.trans(kv), p.to(kv.dtype), acc * alpha[None, :])
-            m = m_new
-        acc = tl.trans(acc)
-
-    else:
-        acc = tl.zeros([BLOCK_M, DV], tl.float32)
-        l = tl.zeros([BLOCK_M], tl.float32)
-        m = tl.full([BLOCK_M], -float("inf"), tl.float32)
-        for start in tl.range(begin, stop, TILE.BLOCK_N, num_stages=TILE.NUM_STAGES):
-            is_there = rows >= 0
-            ptrs = base + (rows.to(tl.int64) * CALL.ALIGN)[:, None]
-            kv = tl.load(ptrs + offs_dv[None, :], mask=is_there[:, None], other=0.0)  # [BLOCK_N, DV]
-            s = tl.dot(q, tl.trans(kv))  # [BLOCK_M, BLOCK_N]
-            if CALL.REST > 0:
-                rest = tl.load(ptrs + offs_rest[None, :], mask=is_there[:, None], other=0.0)  # [BLOCK_N, REST]
-                s = tl.dot(q_rest, tl.trans(rest), s)
-            rows = _find_rows(indices, table, start + TILE.BLOCK_N + offs_n, stop, sizes, strides, CALL)
-            s = tl.where(is_there[None, :], s * scale, -float("inf"))
-            m_new = tl.maximum(m, tl.max(s, 1))
-            # A row that has met no key has m == -inf, and -inf - -inf is NaN.
-            m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)
-            p = tl.exp2(s - m_safe[:, None])
-            alpha = tl.exp2(m - m_safe)
-            l = l * alpha + tl.sum(p, 1)
-            acc = tl.dot(p.to(kv.dtype), kv, acc * alpha[:, None])
-            m = m_new
+    acc = tl.zeros([BLOCK_M, DV], tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    m = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    for start in tl.range(begin, stop, TILE.BLOCK_N, num_stages=TILE.NUM_STAGES):
+        is_there = rows >= 0
+        ptrs = base + (rows.to(tl.int64) * CALL.ALIGN)[:, None]
+        kv = tl.load(ptrs + offs_dv[None, :], mask=is_there[:, None], other=0.0)  # [BLOCK_N, DV]
+        s = tl.dot(q, tl.trans(kv))  # [BLOCK_M, BLOCK_N]
+        if CALL.REST > 0:
+            rest = tl.load(ptrs + offs_rest[None, :], mask=is_there[:, None], other=0.0)  # [BLOCK_N, REST]
+            s = tl.dot(q_rest, tl.trans(rest), s)
+        rows = _find_rows(indices, table, start + TILE.BLOCK_N + offs_n, stop, sizes, strides, CALL)
+        s = tl.where(is_there[None, :], s * scale, -float("inf"))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        # A row that has met no key has m == -inf, and -inf - -inf is NaN.
+        m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)
+        p = tl.exp2(s - m_safe[:, None])
+        alpha = tl.exp2(m - m_safe)
+        l = l * alpha + tl.sum(p, 1)
+        acc = tl.dot(p.to(kv.dtype), kv, acc * alpha[:, None])
+        m = m_new
 
     if TILE.SPLIT:
         at = (b * sizes.splits + split).to(tl.int64) * (sizes.seqlen_q * CALL.HEADS) + token * CALL.HEADS + head
