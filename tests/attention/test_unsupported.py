@@ -17,7 +17,7 @@ from flashmoe_science import (
     flash_attention_with_kv_cache,
 )
 from flashmoe_science.attention.backward.api import explain_gradients, flash_attention_backward
-from flashmoe_science.attention.decode.contract import has_internal_overlap, meet
+from flashmoe_science.attention.decode.memory_overlap import has_internal_overlap, meet
 
 OPS = torch.ops.flashmoe_science
 

@@ -25,7 +25,8 @@ pytest.importorskip("transformers", minversion="5.0", reason="transformers is op
 
 import transformers
 
-from flashmoe_science.integrations.transformers import attend, make_mask, register
+from flashmoe_science.integrations.transformers import attend, register
+from flashmoe_science.integrations.transformers_masks import make_mask
 
 from . import models
 from .layouts import LAYOUTS, laid_out

@@ -21,7 +21,8 @@ pytest.importorskip("transformers", minversion="5.0", reason="transformers is op
 import transformers
 
 from flashmoe_science.integrations import transformers as integration, transformers_models
-from flashmoe_science.integrations.transformers import make_mask, register
+from flashmoe_science.integrations.transformers import register
+from flashmoe_science.integrations.transformers_masks import make_mask
 
 from . import models
 

@@ -25,6 +25,7 @@ from ...gpu.subclasses import PLAIN
 from ..checks import DTYPE_NAMES, check_pages
 from ..inputs import check_window, pointer_alignment
 from ..problem import LARGEST_SCALE, canonical_strides
+from .memory_overlap import has_internal_overlap, is_expanded, meet, shares_memory
 from .problem import CacheProblem
 
 _STRIDED = torch.strided
@@ -260,14 +261,6 @@ def cache_problem_of(tensors: Mapping[str, Tensor], **options: Any) -> CacheProb
     )
 
 
-def shares_memory(k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Return whether values are the first columns of the keys, as in the absorbed form of MLA."""
-    if any(type(tensor) not in PLAIN for tensor in (k_cache, v_cache)) or not v_cache.numel():
-        return False  # fake tensors have no address
-    same = k_cache.data_ptr() == v_cache.data_ptr() and k_cache.stride() == v_cache.stride()
-    return same and v_cache.shape[3] <= k_cache.shape[3]
-
-
 def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
     q = tensors["q"]
     for name, tensor in tensors.items():
@@ -335,7 +328,7 @@ def _check_scales(tensors: Mapping[str, Tensor]) -> None:
         if tuple(scale.shape) not in shapes:
             expected = f"[], [HK] = {list(shapes[1])} or [B or pages, positions, HK] = {list(shapes[2])}"
             raise InputError(f"{name} must have shape {expected}, got {list(scale.shape)}")
-        if scale.dim() == 3 and "k" in tensors and (_is_expanded(scale) or has_internal_overlap(scale)):
+        if scale.dim() == 3 and "k" in tensors and (is_expanded(scale) or has_internal_overlap(scale)):
             raise InputError(f"{name} must have memory for every key, as scales of k and v are written to it")
     if "v_scale" in tensors and shares_memory(k_cache, v_cache):
         raise InputError("v_scale must be None where values are columns of the keys, which k_scale is of, got one")
@@ -372,70 +365,11 @@ def _check_new(tensors: Mapping[str, Tensor], batch: int, heads_kv: int, head_di
     for name in ("k_cache", "v_cache"):
         cache = tensors[name]
         why = f"as k and v are written to it, got strides {list(cache.stride())}"
-        if _is_expanded(cache):
+        if is_expanded(cache):
             raise InputError(f"{name} must not be expanded, {why}")
         if has_internal_overlap(cache):
             raise InputError(f"{name} must not overlap itself, {why}")
     return int(k.shape[2])
-
-
-def _is_expanded(cache: Tensor) -> bool:
-    return any(stride == 0 for stride, size in zip(cache.stride(), cache.shape, strict=True) if size > 1)
-
-
-def has_internal_overlap(cache: Tensor) -> bool:
-    """Return whether two positions share memory: whole steps lead from an element to itself."""
-    axes = sorted(
-        ((stride, n, n) for stride, n in zip(cache.stride(), cache.shape, strict=True) if n > 1), reverse=True
-    )
-    return any(
-        _steps_lead(steps * stride, axes[place + 1 :])
-        for place, (stride, n, _) in enumerate(axes)
-        for steps in range(1, min(n - 1, _reach_of(axes[place + 1 :]) // stride) + 1)
-    )
-
-
-def meet(one: Tensor, other: Tensor) -> bool:
-    """Return whether two caches are seen to share memory.
-
-    Keys and values may take turns in it, as heads, tokens or pages of one tensor. Where they have the same strides they
-    meet if whole steps lead from an element of one to an element of the other; else if one has the first of the other.
-    """
-    if any(type(tensor) not in PLAIN for tensor in (one, other)) or not one.numel() or not other.numel():
-        return False  # fake tensors have no address
-    if _is_expanded(one) or _is_expanded(other):  # refused as such
-        return False
-    size = one.element_size()
-    distance = other.data_ptr() // size - one.data_ptr() // size
-    if -_reach(other) > distance or distance > _reach(one):
-        return False
-    axes = [*zip(one.stride(), other.stride(), one.shape, other.shape, strict=True)]
-    if all(step == step_other or (n <= 1 and m <= 1) for step, step_other, n, m in axes):
-        return _steps_lead(distance, sorted(((step, n, m) for step, _, n, m in axes if max(n, m) > 1), reverse=True))
-    firsts = ((distance, one.stride(), one.shape), (-distance, other.stride(), other.shape))
-    return any(
-        _steps_lead(way, sorted(((step, n, 1) for step, n in zip(steps, sizes, strict=True) if n > 1), reverse=True))
-        for way, steps, sizes in firsts
-    )
-
-
-def _reach(tensor: Tensor) -> int:
-    """Return how many elements the last one lies behind the first."""
-    return sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-
-
-def _reach_of(axes: list[tuple[int, int, int]]) -> int:
-    return sum(stride * (max(n, m) - 1) for stride, n, m in axes)
-
-
-def _steps_lead(distance: int, axes: list[tuple[int, int, int]]) -> bool:
-    """Return whether ``distance`` is a sum of steps, along each axis (stride, n, m) from 1 - m to n - 1."""
-    if not axes:
-        return distance == 0
-    (stride, n, m), *rest = axes
-    reach = _reach_of(rest)  # what is left for the others
-    fewest, most = max(1 - m, -((reach - distance) // stride)), min(n - 1, (distance + reach) // stride)
-    return any(_steps_lead(distance - steps * stride, rest) for steps in range(fewest, most + 1))
 
 
 def _check_rotary(tensors: Mapping[str, Tensor], q: Tensor, head_dim: int) -> tuple[int, int, str, int]:
@@ -599,14 +533,14 @@ def _check_new_keys_apart(tensors: Mapping[str, Tensor]) -> None:
         for other in ("k_cache", "v_cache"):
             cache = tensors[other]
             plain = type(new) in PLAIN and type(cache) in PLAIN
-            if plain and _storage(new) == _storage(cache) and meet(new.transpose(1, 2), cache):
+            if (
+                plain
+                and new.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr()
+                and meet(new.transpose(1, 2), cache)
+            ):
                 raise InputError(
                     f"{name} must have memory of its own, got some of {other}", hint=".clone() makes a copy"
                 )
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def check_operator_call(call: CacheCall) -> None:

@@ -1,0 +1,88 @@
+"""Masks of transformers' models: which are options of the kernel, and which are added to the scores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedError
+from . import transformers_models
+from .arguments import as_bias
+
+_PREFIX = "flashmoe_prefix"  # of a mask: causal from the first key on, and a window that the layer hands over
+
+
+def make_mask(*arguments: Any, local_size: int | None = None, **options: Any) -> Tensor | None:
+    """Return what is added to the scores, ``[B, 1, Sq, Sk]``, or None where causal, window and lengths say it all.
+
+    The arguments are those of ``transformers.masking_utils.sdpa_mask``.
+
+    Raises:
+        UnsupportedError: models of this type are known to go wrong.
+    """
+    from transformers.masking_utils import eager_mask, sdpa_mask
+
+    config = options.get("config")
+    skipped = transformers_models.skips(config)
+    if "causal" not in skipped:  # nobody knows what a layer makes of None
+        made: Tensor | None = eager_mask(*arguments, local_size=local_size, **options)
+        return made
+    # sdpa_mask makes a mask as soon as a window hides a key, as SDPA has no windows. A chunk, which comes under the
+    # same name, is no window.
+    is_window = local_size is not None and local_size == getattr(config, "sliding_window", None)
+    is_window = is_window and local_size != getattr(config, "attention_chunk_size", None) and "window" in skipped
+    least = None if is_window and options.get("allow_is_causal_skip") else local_size
+    mask: Tensor | None = sdpa_mask(*arguments, local_size=least, **options)
+    is_prefix = mask is None and _is_prefix(*arguments, **options)
+    if is_prefix:
+        # An empty static cache is filled. The layer may cut the queries, so that None would say too little.
+        mask = sdpa_mask(*arguments, local_size=local_size, **{**options, "allow_is_causal_skip": False})
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    bias = as_bias("attention_mask", mask, tuple(mask.shape), options.get("dtype") or torch.float32)
+    if is_prefix:
+        setattr(bias, _PREFIX, True)
+    return bias
+
+
+def make_no_mask(*arguments: Any, local_size: int | None = None, **options: Any) -> None:
+    """Return None: layers hand over their windows, and the plan of a packed batch keeps its documents apart.
+
+    Raises:
+        UnsupportedError: a mask is given, tokens see others ahead, or models of this type make masks of their own.
+    """
+    config = options.get("config")
+    if options.get("attention_mask") is not None:  # of all ones too: ranks must refuse alike
+        raise UnsupportedError(
+            "a mask is not served where sequences are split over ranks",
+            hint="leave attention_mask out, and make padding a document of its own in the plan",
+        )
+    skipped = transformers_models.skips(config)
+    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+    is_window = local_size is None or ("window" in skipped and local_size == window and local_size != chunk)
+    if "causal" not in skipped or not is_window or _looks_ahead(*arguments, **options):
+        raise UnsupportedError("this model's masks are not served where sequences are split over ranks")
+
+
+def _looks_ahead(*sizes: Any, mask_function: Any = None, device: Any = None, **options: Any) -> bool:
+    """Whether a token sees the one behind it, as those of images do. A GPU is waited for."""
+    named = {**dict(zip(("batch_size", "q_length"), sizes, strict=False)), **options}
+    if mask_function is None:
+        return False
+    rows = torch.arange(int(named["q_length"]) - 1, device=device)[None]
+    sequences = torch.arange(int(named["batch_size"]), device=device)[:, None]
+    return bool(torch.as_tensor(mask_function(sequences, torch.zeros_like(rows), rows, rows + 1)).any())
+
+
+def _is_prefix(*sizes: Any, **options: Any) -> bool:
+    """Whether a mask that is None means that row i sees the first i + 1 keys of more."""
+    named = {**dict(zip(("batch_size", "q_length", "kv_length"), sizes, strict=False)), **options}
+    is_causal = bool(named.get("allow_is_causal_skip", True)) and not named.get("allow_is_bidirectional_skip")
+    return is_causal and named["q_length"] > 1 and named["q_length"] != named["kv_length"]
+
+
+def is_prefix_mask(mask: Any, seqlen_q: int, seqlen_k: int) -> bool:
+    """Whether ``make_mask`` made a mask for an empty static cache, and nobody has cut it since."""
+    return bool(getattr(mask, _PREFIX, False)) and tuple(mask.shape[-2:]) == (seqlen_q, seqlen_k)
