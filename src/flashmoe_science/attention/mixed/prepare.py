@@ -148,7 +148,7 @@ def _work(plan: Plan, config: MixedConfig, sms: int, grid: tuple[int, int, int])
     }
     source = kernel_source(
         _plan_work_kernel, arguments, {**constants, "TILES": _tiles(p, config), "BLOCK_B": WORK_SEQUENCES},
-        num_warps=WORK_WARPS, dependent_launch=plan.arch >= 90,
+        num_warps=WORK_WARPS, max_registers=MAX_REGISTERS, dependent_launch=plan.arch >= 90,
     )  # fmt: skip
     return prepare_kernel(source, grid, arguments)
 
@@ -285,6 +285,7 @@ def _merge(plan: Plan, config: MixedConfig, sizes: MixedSizes, grid: tuple[int, 
         "BLOCK_S": MERGE_SPLITS,
     }
     source = kernel_source(
-        _merge_mixed_kernel, arguments, constants, num_warps=MERGE_WARPS, dependent_launch=plan.arch >= 90
-    )
+        _merge_mixed_kernel, arguments, constants, num_warps=MERGE_WARPS, max_registers=MAX_REGISTERS,
+        dependent_launch=plan.arch >= 90,
+    )  # fmt: skip
     return prepare_kernel(source, grid, arguments)
