@@ -540,6 +540,18 @@ def test_kernels_for_packed_sequences_compile(head_dim, head_dim_v, dtype, causa
     check_compiled(head_dim, head_dim_v, dtype, causal, window, heads, tmp_path, packed=True)
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "spilled"),
+    all_but([(128, 128, 40), (64, 64, 136), (104, 40, 0), (256, 256, 0), (192, 128, 56)], "(104, 40, 0)"),
+)
+def test_kernels_with_a_softcap_compile(head_dim, head_dim_v, spilled):
+    """The derivative takes registers: some spill, up to ``spilled`` bytes a thread with Triton 3.6 or 3.9."""
+    main = prepare_backward_kernels(plan_of(head_dim=head_dim, head_dim_v=head_dim_v, softcap=50.0))[1]
+    found = read_resources(main.source, 90)
+    assert found.spill_bytes <= spilled
+    assert found.shared_memory_bytes <= 227 * 1024
+
+
 def check_compiled(head_dim, head_dim_v, dtype, causal, window, heads, tmp_path, *, packed=False):
     import triton
 
