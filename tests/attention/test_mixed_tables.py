@@ -26,8 +26,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "invariant": {"batch_invariant": True},
     "splits": {"num_splits": 4, "seqused": "qk"},
 }
-# Bytes that a thread spills once, outside of the loop over whole tiles.
-_SPILLS_ON_HOPPER = 16
+# Bytes that a thread spills where window, softcap, sinks and an LSE meet at D 128, with the newest Triton.
+_SPILLS_ON_HOPPER = 32
 
 
 @dataclasses.dataclass(frozen=True)
