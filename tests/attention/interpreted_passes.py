@@ -29,6 +29,26 @@ def gradient_of_sinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tenso
     return torch.where(lse == -math.inf, 0.0, -torch.exp(sinks - lse) * delta)
 
 
+def check_alibi(seqlen: int) -> None:
+    """The LSE of a row carries slope * place of the row in its query tile."""
+    p = AttentionProblem(2, 3, 1, seqlen, 60, 64, 64, "fp16", causal=True, alibi="fp32", alibi_stride=3)
+    problem = BackwardProblem(p)
+    plan = plan_backward(problem, SPECS["H200"], "backward_gluon_sm90")
+    config = plan.config
+    assert isinstance(config, HopperBackwardConfig)
+    generator = torch.Generator().manual_seed(0)
+    o, do = (torch.randn(2, 3, seqlen, 64, generator=generator).half() for _ in range(2))
+    lse, slopes = torch.randn(2, 3, seqlen, generator=generator), torch.randn(2, 3, generator=generator)
+    lse[:, 1, : seqlen // 3] = -math.inf
+    sizes = scratch_sizes(problem, config)
+    stats, turns = torch.full((sizes["stats"],), math.nan), torch.zeros(sizes["dq_semaphore"], dtype=torch.int32)
+    interpret(prepare_backward_kernels(plan)[0], (o, do, lse, lse, stats, turns, slopes))
+    m, tiles_m = config.block_m, hopper_backward_tiles(problem, config)[0]
+    found = stats.reshape(2, 3, tiles_m, 2, m).transpose(2, 3).reshape(2, 3, 2, -1)[:, :, 0, :seqlen]
+    expected = (lse + slopes[:, :, None] * (torch.arange(seqlen) % m)) * math.log2(math.e)
+    torch.testing.assert_close(found, torch.where(lse == -math.inf, math.inf, expected))
+
+
 def check(head_dim: int, head_dim_v: int, seqlen: int, *, turned: bool) -> None:
     """Run both passes on random numbers and compare with what they mean."""
     batch, heads = 2, 3
@@ -97,4 +117,5 @@ if __name__ == "__main__":
     )  # fmt: skip
     for head_dim, head_dim_v, seqlen in sizes:
         check(head_dim, head_dim_v, seqlen, turned=head_dim == 40)
+    check_alibi(200)
     print("right")

@@ -135,6 +135,16 @@ def test_softcap(name, dims):
     check(case, through_lse=True)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("name", ["unlike", "empty", "long-tail", "many"])
+def test_alibi(name, dims, causal):
+    case = VarlenCase(
+        LENGTHS[name][0], LENGTHS[name][1], 6, 2, dims[0], dims[1], "bf16", causal, why="alibi", tail=9, alibi="fp32"
+    )
+    check(case, through_lse=True)
+
+
 @pytest.mark.parametrize("sinks", ["bf16", "fp32"])
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("name", ["unlike", "empty", "long-tail"])

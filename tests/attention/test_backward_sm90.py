@@ -64,6 +64,8 @@ SERVED: dict[str, dict[str, Any]] = {
     "only-q": {"asked": {"wants_kv": False}},
     "only-kv": {"asked": {"wants_q": False}},
     "softcap": {"softcap": 9.0, "window": (9, -1)},
+    "alibi": {"alibi": "fp32", "window": (9, -1)},
+    "alibi-full": {"alibi": "bf16", "causal": False, "sinks": "bf16"},
     "constant-sinks": {"sinks": "bf16", "window": (128, -1)},
     "sequence-major": {"q_strides": (8 * 1000 * 128, 128, 8 * 128, 1)},
     "huge-strides": {"k_strides": (2**38, 2**34, 2**20, 1)},
@@ -71,14 +73,22 @@ SERVED: dict[str, dict[str, Any]] = {
 NOT_SERVED: dict[str, tuple[dict[str, Any], str]] = {
     "fp32": ({"dtype": "fp32"}, "it serves fp16 and bf16 only"),
     "d60": ({"head_dim": 60}, "it serves head dimensions that are multiples of 8"),
-    "alibi": ({"alibi": "fp32", "window": (9, -1)}, "it does not serve ALiBi"),
+    "bias": ({"bias": "fp32", "window": (9, -1)}, "it does not serve a bias"),
+    "alibi-softcap": ({"alibi": "fp32", "softcap": 9.0}, "it does not serve ALiBi with a softcap"),
+    "alibi-gradient-of-sinks": (
+        {"alibi": "fp32", "sinks": "fp32", "asked": {"wants_sinks": True}},
+        "it does not serve the gradient of sinks with ALiBi",
+    ),
     "softcap-fp16": (
         {"dtype": "fp16", "softcap": 9.0},
         "with a softcap its probabilities are not exact enough in fp16",
     ),
     "keys-that-none-sees": ({"seqlen_k": 1228, "window": (100, -1)}, "hides the first 128 keys from all queries"),
-    "two": ({"alibi": "fp32", "sinks": "bf16", "bias": "bf16"}, "it does not serve ALiBi and a bias"),
-    "packed-alibi": ({"packed": True, "alibi": "fp32"}, "it does not serve ALiBi"),
+    "two": ({"dropout_p": 0.1, "sinks": "bf16", "bias": "bf16"}, "it does not serve a bias and dropout"),
+    "packed-alibi": (
+        {"packed": True, "alibi": "fp32", "alibi_stride": 8},
+        "packed, it serves slopes that all sequences share",
+    ),
     "packed-expanded": ({"packed": True, "k_strides": (0, 0, 128, 1)}, "k is expanded"),
     "negative-scale": ({"softmax_scale": -1.0}, "it needs a positive softmax_scale"),
     "only-sinks": (
@@ -109,6 +119,27 @@ def test_it_is_chosen_where_it_serves(name):
         assert kernel.grid == launch.grid
         assert kernel.source.name == launch.pattern
     assert plan_of(**SERVED[name], kernel="backward_triton").kernel == "backward_triton"
+
+
+@pytest.mark.parametrize(
+    ("dims", "change", "reason"),
+    [
+        ((64, 64), {"packed": True}, "packed, with ALiBi and heads of this size, it was not run yet"),
+        ((256, 256), {"packed": True}, "packed, with ALiBi and heads of this size, it was not run yet"),
+        ((64, 64), {"causal": False, "window": (9, 9)}, "it was not run with heads of this size yet"),
+        ((64, 64), {"causal": False}, ""),
+        ((128, 128), {"packed": True}, ""),
+        ((192, 128), {"packed": True}, ""),
+    ],
+    ids=str,
+)
+def test_alibi_is_served_where_a_run_showed_it(dims, change, reason):
+    """A caller may force it elsewhere."""
+    plan = plan_of(head_dim=dims[0], head_dim_v=dims[1], alibi="fp32", **change)
+    assert plan.kernel == ("backward_triton" if reason else "backward_gluon_sm90")
+    assert reason in plan.reason
+    forced = plan_of(head_dim=dims[0], head_dim_v=dims[1], alibi="fp32", kernel="backward_gluon_sm90", **change)
+    assert forced.kernel == "backward_gluon_sm90"
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -369,6 +400,15 @@ class Launches:
         return launch
 
 
+@pytest.mark.parametrize("dims", [(128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+def test_launches_take_addresses_first(dims, packed):
+    plan = plan_of(head_dim=dims[0], head_dim_v=dims[1], packed=packed, alibi="fp32", asked={"has_dlse": True})
+    for kernel in prepare_backward_kernels(plan):
+        are_tensors = [kind.startswith(("*", "tensordesc")) for _, kind in kernel.source.signature]
+        assert are_tensors == sorted(are_tensors, reverse=True), kernel.source.name
+
+
 def test_each_call_has_counters_and_sums_of_its_own(monkeypatch):
     """Three launches on the current stream; what they hand on is allocated by the call."""
     launches = Launches()
@@ -552,14 +592,34 @@ def test_kernels_with_a_softcap_compile(head_dim, head_dim_v, spilled):
     assert found.shared_memory_bytes <= 227 * 1024
 
 
-def check_compiled(head_dim, head_dim_v, dtype, causal, window, heads, tmp_path, *, packed=False):
+@pytest.mark.parametrize(
+    ("dims", "dtype", "mask", "packed"),
+    all_but(
+        [
+            ((128, 128), "bf16", "causal", False),
+            ((64, 64), "bf16", "causal", True),
+            ((64, 64), "fp16", "full", False),
+            ((128, 128), "bf16", "window", True),
+            ((192, 128), "bf16", "full", False),
+            ((256, 256), "bf16", "causal", False),
+        ],
+        "((128, 128), 'bf16', 'causal', False)",
+    ),
+)
+def test_kernels_with_alibi_compile(dims, dtype, mask, packed, tmp_path):
+    window = (100, -1) if mask == "window" else (-1, -1)
+    is_causal = mask != "full"
+    check_compiled(dims[0], dims[1], dtype, is_causal, window, (8, 4), tmp_path, packed=packed, alibi="fp32")
+
+
+def check_compiled(head_dim, head_dim_v, dtype, causal, window, heads, tmp_path, *, packed=False, alibi=""):
     import triton
 
     from flashmoe_science.attention.backward.gluon_sm90 import FREE
 
     plan = plan_of(
         head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, causal=causal, window=window, asked={"has_dlse": True},
-        heads=heads[0], heads_kv=heads[1], packed=packed, kernel="backward_gluon_sm90",
+        heads=heads[0], heads_kv=heads[1], packed=packed, alibi=alibi, kernel="backward_gluon_sm90",
     )  # fmt: skip
     *first, before, main, after = prepare_backward_kernels(plan)
     for kernel, promised in zip((*first, before, main, after), plan.launches, strict=True):
@@ -578,7 +638,7 @@ def check_compiled(head_dim, head_dim_v, dtype, causal, window, heads, tmp_path,
         of_192 = 72
     holds_v = dict(main.source.constants).get("V_COLUMNS", 0) > 0
     narrow = 8 if head_dim_v <= 64 else 32 if holds_v else 0
-    outside_of_loops = 40 * packed
+    outside_of_loops = 40 * (packed or bool(alibi))
     outside_of_loops += narrow if 64 < head_dim <= 128 else of_192 if is_192 else 0
     assert read_resources(main.source, 90).spill_bytes <= outside_of_loops
     compiled = compile_kernel(main.source, 90)

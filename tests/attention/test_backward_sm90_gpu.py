@@ -115,6 +115,31 @@ def test_gradients_of_softcap(pair, dims, softcap):
     check_gradients(case, kernel="backward_gluon_sm90", through_lse=True)
 
 
+@pytest.mark.parametrize("mask", ["causal", "full", "window", "both-sides"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (104, 40), (256, 256), (192, 128)], ids=str)
+@pytest.mark.parametrize("pair", [(1, 1), (1, 700), (300, 700), (700, 300), (1024, 1024), (4096, 4096)], ids=str)
+def test_gradients_of_alibi(pair, dims, mask):
+    """Keys before and behind the position of a row; slopes of a head, and of a head of each sequence."""
+    batch = 1 if max(pair) > 2000 else 2
+    masks: dict[str, dict[str, Any]] = {
+        "causal": {"alibi": "fp32"},
+        "full": {"alibi": "bf16", "alibi_axes": 2},
+        "window": {"alibi": "fp32", "alibi_axes": 2, "window": (650, -1)},
+        "both-sides": {"alibi": "fp32", "window": (650, 70)},
+    }
+    causal = mask in ("causal", "window")
+    case = FeatureCase(batch, 6, 2, pair[0], pair[1], dims[0], dims[1], "bf16", causal, "alibi", **masks[mask])
+    check_gradients(case, kernel="backward_gluon_sm90", through_lse=True)
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_gradients_of_alibi_in_groups(head_dim, group):
+    """Heads walked over together have slopes of their own."""
+    case = FeatureCase(2, 8, 8 // group, 700, 700, head_dim, head_dim, "fp16", True, "alibi", alibi="fp32")
+    check_gradients(case, kernel="backward_gluon_sm90")
+
+
 @pytest.mark.parametrize("asked", ["q", "k", "v", "kv"])
 def test_some_of_the_gradients(asked):
     """The kernel makes all three; those that were not asked for are dropped, and the others have the same bits."""

@@ -59,11 +59,14 @@ COMPILED: dict[str, dict[str, Any]] = {
     "d128-window-sinks": {"window": (127, 0), "sinks": "fp32"},
     "d256-everything": {"head_dim": 256, "dtype": "fp16", **EVERYTHING, "return_lse": True},
     "d192-128-packed": {"head_dim": 192, "head_dim_v": 128, "packed": True},
+    "d128-alibi": {"alibi": "fp32", "causal": True, "return_lse": True},
+    "d64-alibi-full": {"head_dim": 64, "alibi": "fp32", "return_lse": True},
+    "d256-alibi-packed": {"head_dim": 256, "alibi": "bf16", **PACKED, "return_lse": True},
     "d80-causal-softcap": {"head_dim": 80, "softcap": 20.0, "causal": True},
 }
 
 
-@pytest.mark.parametrize("name", all_but(COMPILED, "d64-everything", "d80-causal-softcap"))
+@pytest.mark.parametrize("name", all_but(COMPILED, "d64-everything", "d80-causal-softcap", "d128-alibi"))
 def test_kernels_compile(name, tmp_path):
     """As ``forward_gluon_sm90``: no spills in loops over keys, and in those without a mask the products side by side.
 
@@ -127,8 +130,10 @@ def test_many_packed_sequences_take_the_tile_of_calls_that_fill_the_gpu(causal):
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"alibi": "fp32"}, "it does not serve ALiBi"),
-        ({"alibi": "fp32", "bias": "fp32", "sinks": "bf16"}, "it does not serve ALiBi and a bias"),
+        ({"bias": "fp32", "sinks": "bf16"}, "it does not serve a bias"),
+        ({"bias": "fp32", "dropout_p": 0.1}, "it does not serve a bias and dropout"),
+        ({"alibi": "fp32", "softcap": 2.0}, "it does not serve ALiBi with a softcap"),
+        ({"alibi": "fp32", "alibi_stride": 16, "packed": True}, "packed, it serves slopes that all sequences share"),
         ({}, "the call has no features, which is what forward_gluon_sm90 is for"),
         ({"softcap": 2.0, "dtype": "fp32"}, "it serves fp16 and bf16 only"),
         ({"softcap": 2.0, "head_dim": 100}, "it serves head dimensions that are multiples of 8"),
@@ -219,9 +224,8 @@ def check_walk(walk: Walk, lengths: dict[int, tuple[int, int, int]]) -> None:
                 first_keys = [fill.row - first_k for fill in here]
                 assert first_keys == list(range(first_keys[0], first_keys[-1] - 1, -block_n))
                 position = seen.first_row + 64 * w + keys - queries
-                assert [(key, at) for _, at, key in seen.masked] == [
-                    (first_keys[i - number], position) for i, _, _ in seen.masked
-                ]
+                assert set(seen.masked) <= set(seen.placed)
+                assert seen.placed == [(i, position, first_keys[i - number]) for i in seen.outputs]
                 assert sorted([i for i, _, _ in seen.masked] + seen.unmasked) == seen.outputs
                 assert seen.cleaned == ([(number, keys - first_keys[0])] if p.packed else [])
                 check_mask(

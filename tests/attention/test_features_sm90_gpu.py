@@ -74,6 +74,8 @@ ASKED: dict[str, dict[str, Any]] = {
     "window-both": {"window": (300, 70)},
     "softcap": {"softcap": 20.0},
     "sinks": {"sinks": "bf16"},
+    "alibi": {"alibi": "fp32", "alibi_axes": 2},
+    "alibi-window-sinks": {"alibi": "bf16", "window": (300, 70), "sinks": "fp32"},
     "all": ALL,
 }
 
@@ -101,6 +103,19 @@ def test_head_dims(head_dim, dtype):
         case = FeatureCase(3, 6, 2, seqlen_q, seqlen_k, head_dim, head_dim, dtype, causal=False, why="dims", **ALL)
         check(case, **CHECKED)
         check(dataclasses.replace(case, window=(-1, -1), causal=True), **CHECKED)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_alibi(head_dim, causal):
+    """Of all widths, and packed: rows count from the start of their sequence."""
+    for seqlen_q, seqlen_k in ((113, 203), (1023, 1024), (2100, 2023)):
+        case = FeatureCase(
+            3, 6, 2, seqlen_q, seqlen_k, head_dim, head_dim, "bf16", causal, why="alibi", alibi="fp32", sinks="bf16"
+        )
+        check(case, **CHECKED)
+        check(dataclasses.replace(case, dtype="fp16", window=(200, -1), sinks=""), **CHECKED)
+    check_varlen(packed(head_dim, causal, alibi="fp32", tail=70), **CHECKED)
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -30,6 +30,7 @@ class Seen:
     cleaned: list[tuple[int, int]] = field(default_factory=list)  # number of the tile in the ring, and its keys
     masked: list[tuple[int, int, int]] = field(default_factory=list)  # number, position of the first row, first key
     unmasked: list[int] = field(default_factory=list)
+    placed: list[tuple[int, int, int]] = field(default_factory=list)  # as masked, of all tiles, in order
     outputs: list[int] = field(default_factory=list)  # numbers of the tiles of V that were used, in order
     stored: tuple[int, ...] = ()
 
@@ -102,7 +103,7 @@ class Walk:
             "dealt": problem.batch * problem.heads if heads_fit(problem) is None else together,
             "GROUP": problem.group, "WARPGROUPS": config.warpgroups, "BLOCK_N": config.block_n,
             "STAGES": config.num_stages, "IS_PACKED": sequences is not None,
-            "HAS_SEQUSED_Q": "q" in problem.seqused, "BOUND_LEFT": problem.bounded_left,
+            "HAS_SEQUSED_Q": "q" in problem.seqused, "HAS_ALIBI": False, "BOUND_LEFT": problem.bounded_left,
             "BOUND_RIGHT": problem.bounded_right, "STORE_LSE": True, "D1": 0, "DV0": 64, "DV1": 0,
         }  # fmt: skip
         # Which program fetches which tile is up to the GPU: each fetches once for a tile of its own, ever larger ones.
@@ -186,13 +187,15 @@ class Walk:
             return tile[0]
 
         def first_step(
-            _q: Any, m: Any, total: Any, _zero: Any, _a: Any, i: int, _n: int, position: int, key: int
+            _q: Any, m: Any, total: Any, _zero: Any, _a: Any, i: int, _n: int, _slope: Any, position: int, key: int
         ) -> Any:
+            found[-1].placed.append((i, position, key))
             found[-1].masked.append((i, position, key))
             return _Nothing(), m, total
 
-        def step(_q, acc, more, packed, m, total, _zero, _a, i, n, position, key, W, IS_EDGE) -> Any:
+        def step(_q, acc, more, packed, m, total, _zero, _a, i, n, _slope, position, key, W, IS_EDGE) -> Any:
             assert (W, n) == (w, len(found) - 1)
+            found[-1].placed.append((i, position, key))
             found[-1].outputs.append(i - 1)
             if IS_EDGE:
                 found[-1].masked.append((i, position, key))
@@ -214,6 +217,7 @@ class Walk:
             "issue_output": lambda *_: (nothing, nothing, nothing),
             "_normalise": lambda m, total, *_: (m, total, nothing),
             "_clean_values": lambda _a, i, keys: found[-1].cleaned.append((i, keys)), "_store_lse": nothing,
+            "_slope": nothing,
             "warp_scheduler_arrive": nothing, "store_output": store,
             "warpgroup_mma_wait": lambda *_a, **_k: (nothing, nothing, nothing), "tma": nothing,
         }  # fmt: skip

@@ -137,6 +137,19 @@ class VariantSizes(NamedTuple):
     dealt: Any  # heads whose row tiles are dealt out in rounds of their own
 
 
+class VariantCall(NamedTuple):
+    """Constants of a forward call with features for Hopper."""
+
+    GROUP: int  # query heads that share one K/V head
+    HAS_SEQUSED_Q: bool
+    HAS_SOFTCAP: bool
+    BOUND_LEFT: bool  # some keys come too early for some rows
+    BOUND_RIGHT: bool  # some keys come too late for some rows
+    SEES_AHEAD: bool  # with ALiBi: rows see keys behind their own position
+    STORE_LSE: bool
+    DV: int  # columns of o
+
+
 class HopperTile(NamedTuple):
     """What one program of a forward for Hopper works on, and with how much."""
 
@@ -234,6 +247,14 @@ class HopperBackwardSizes(NamedTuple):
     heads_per_group: Any  # K/V heads whose key tiles alternate in the order of programs
 
 
+class QueryTiles(NamedTuple):
+    """Query tiles of a call of the gradients for Hopper, int32; packed: of all sequences."""
+
+    heads: Any  # of a sequence
+    seqlen_q: Any
+    tiles_m: Any  # query tiles of a head
+
+
 class HopperBackwardCall(NamedTuple):
     """Constants of a call of the gradients for Hopper."""
 
@@ -241,6 +262,7 @@ class HopperBackwardCall(NamedTuple):
     TOGETHER: int  # of them that are walked over together: a divisor of GROUP
     BOUND_LEFT: bool  # some keys come too early for some rows
     BOUND_RIGHT: bool  # some keys come too late for some rows
+    SEES_AHEAD: bool  # with ALiBi: rows see keys behind their own position
 
 
 class QuerySizes(NamedTuple):

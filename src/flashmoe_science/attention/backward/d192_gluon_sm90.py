@@ -39,6 +39,7 @@ from ...gpu.gluon_versions import aggregate, tma_add, tma_load, tma_store
 from ..kernel_arguments import HopperBackwardSizes, Window
 from .primitives_sm90 import (
     KeyTiles,
+    Slopes,
     Span,
     as_added,
     first_whole_tile,
@@ -46,6 +47,7 @@ from .primitives_sm90 import (
     load_partition,
     load_rows,
     make_key_tiles,
+    make_slopes,
     make_span,
     place_of,
     probabilities,
@@ -113,6 +115,7 @@ class Args:
     TOGETHER: gl.constexpr  # of them that are walked over together
     cap_scale: gl.tensor  # read if HAS_SOFTCAP
     HAS_SOFTCAP: gl.constexpr
+    slopes: Slopes
 
     @gluon.jit
     def load_keys(self, b, kv, key, t):
@@ -133,8 +136,10 @@ class Args:
     def load_queries(self, b, h, first_row, m, first_tile, i):
         """Copy Q, the row statistics and dO of query tile ``m``, for step ``i``."""
         slot, lap = slot_of(i, STAGES), lap_of(i, STAGES)
+        slope = self.slopes.load(b, h)
         if lap > 0:
             named_barrier("sync", Q_FREE + slot, BOTH + 32)
+        self.slopes.put(slot, slope)
         bar = self.ready_bars.index(slot)
         Q_BYTES: gl.constexpr = self.q_desc.block_type.nbytes + self.q_more_desc.block_type.nbytes
         mbarrier.expect(bar, Q_BYTES + self.stats_desc.block_type.nbytes)
@@ -342,6 +347,7 @@ def _backward_192_sm90_kernel(
     dq_desc,  # [B * H * tiles_m * 3 * LINES, 32] fp32
     dq_semaphore_ptr,  # [B * H * tiles_m + 1] int32, 0 before; the last counts key tiles that were drawn
     sequences_ptr,  # packed: [7, B] int32, see ``_order_key_tiles_kernel``; else None
+    alibi_ptr,  # [H], [B, H] or None; packed [H] or None
     q_more_desc, k_more_desc, dk_more_desc, dq_more_desc,  # in boxes of the other 64 columns
     sizes: HopperBackwardSizes,
     window: Window,
@@ -349,6 +355,7 @@ def _backward_192_sm90_kernel(
     scale_log2,  # scale * log2(e); with a softcap, softcap * log2(e)
     scale,
     cap_scale,  # scale / softcap; without one None
+    alibi_stride,  # of the slopes along B, or None
     CALL: gl.constexpr,  # HopperBackwardCall
     MATRIX_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -360,13 +367,15 @@ def _backward_192_sm90_kernel(
     key_tiles = make_key_tiles(sizes, sequences_ptr, batch)
     fence_async_shared()  # TMA, too, sees that the barriers are there
     dtype: gl.constexpr = q_desc.dtype
+    stats_bufs = make_tiles(stats_desc, STAGES)
+    slopes = make_slopes(alibi_ptr, alibi_stride, dq_semaphore_ptr, sizes.heads, stats_bufs, STAGES, CALL.SEES_AHEAD)
     a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
         q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc, dq_desc, dq_semaphore_ptr,
         q_more_desc, k_more_desc, dk_more_desc, dq_more_desc,
         make_tiles(q_desc, STAGES),
         make_tiles(q_more_desc, STAGES),
         make_tiles(do_desc, 1),
-        make_tiles(stats_desc, STAGES),
+        stats_bufs,
         make_tiles(k_desc, 2),
         make_tiles(k_more_desc, 2),
         make_tiles(v_desc, 2),
@@ -375,7 +384,8 @@ def _backward_192_sm90_kernel(
         make_tiles(dq_more_desc, 1),
         ready_bars, written_bars.index(0), key_tiles, sizes.heads, sizes.heads_kv,
         make_span(sizes, window, CALL.BOUND_LEFT, CALL.BOUND_RIGHT, ROWS, 2 * ROWS),
-        scale_log2, scale, CALL.GROUP, CALL.TOGETHER, scale if cap_scale is None else cap_scale, cap_scale is not None,
+        scale_log2, scale, CALL.GROUP, CALL.TOGETHER,
+        scale if cap_scale is None else cap_scale, cap_scale is not None, slopes,
     )  # fmt: skip
     R: gl.constexpr = MATRIX_REGISTERS
     gl.warp_specialize(

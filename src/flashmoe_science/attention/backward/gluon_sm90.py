@@ -53,6 +53,7 @@ from ...gpu.gluon_versions import aggregate, tma_add, tma_load, tma_store
 from ..kernel_arguments import HopperBackwardSizes, Window
 from .primitives_sm90 import (
     KeyTiles,
+    Slopes,
     Span,
     as_added,
     first_whole_tile,
@@ -60,6 +61,7 @@ from .primitives_sm90 import (
     load_partition,
     load_rows,
     make_key_tiles,
+    make_slopes,
     make_span,
     place_of,
     probabilities,
@@ -120,6 +122,7 @@ class Args:
     V_COLUMNS: gl.constexpr  # of V that live in registers
     cap_scale: gl.tensor  # read if HAS_SOFTCAP
     HAS_SOFTCAP: gl.constexpr
+    slopes: Slopes
 
     @gluon.jit
     def load_keys(self, b, kv, key, t):
@@ -138,8 +141,10 @@ class Args:
     def load_queries(self, b, h, first_row, m, first_tile, i):
         """Copy Q, dO and the row statistics of query tile ``m``, for step ``i``."""
         slot, lap = slot_of(i, self.STAGES), lap_of(i, self.STAGES)
+        slope = self.slopes.load(b, h)
         if lap > 0:
             named_barrier("sync", FREE + slot, 128 * self.WARPGROUPS + 32)
+        self.slopes.put(slot, slope)
         bar = self.ready_bars.index(slot)
         mbarrier.expect(
             bar, self.q_desc.block_type.nbytes + self.do_desc.block_type.nbytes + self.stats_desc.block_type.nbytes
@@ -373,12 +378,14 @@ def _backward_sm90_kernel(
     dq_desc,  # [B * H * tiles_m * 128 * WARPGROUPS, 32] fp32
     dq_semaphore_ptr,  # [B * H * tiles_m + 1] int32, 0 before; the last counts key tiles that were drawn
     sequences_ptr,  # packed: [7, B] int32, see ``_order_key_tiles_kernel``; else None
+    alibi_ptr,  # [H], [B, H] or None; packed [H] or None
     sizes: HopperBackwardSizes,
     window: Window,
     batch,  # packed: sequences; else None
     scale_log2,  # scale * log2(e); with a softcap, softcap * log2(e)
     scale,
     cap_scale,  # scale / softcap; without one None
+    alibi_stride,  # of the slopes along B, or None
     CALL: gl.constexpr,  # HopperBackwardCall
     WARPGROUPS: gl.constexpr,  # that multiply matrices; 64 keys each
     STAGES: gl.constexpr,  # query tiles in flight
@@ -397,11 +404,13 @@ def _backward_sm90_kernel(
     written_bars = make_barriers(2, 1)
     key_tiles = make_key_tiles(sizes, sequences_ptr, batch)
     fence_async_shared()  # TMA, too, sees that the barriers are there
+    stats_bufs = make_tiles(stats_desc, STAGES)
+    slopes = make_slopes(alibi_ptr, alibi_stride, dq_semaphore_ptr, sizes.heads, stats_bufs, STAGES, CALL.SEES_AHEAD)
     a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
         q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc, dq_desc, dq_semaphore_ptr,
         make_tiles(q_desc, STAGES),
         make_tiles(do_desc, STAGES),
-        make_tiles(stats_desc, STAGES),
+        stats_bufs,
         make_tiles(k_desc, WARPGROUPS),
         make_tiles(v_desc, WARPGROUPS),
         gl.allocate_shared_memory(q_desc.dtype, [2 * WARPGROUPS * BLOCK_M // 64, ROWS, 64], ds_layout),
@@ -410,7 +419,7 @@ def _backward_sm90_kernel(
         make_span(sizes, window, CALL.BOUND_LEFT, CALL.BOUND_RIGHT, BLOCK_M, 64 * WARPGROUPS),
         scale_log2, scale,
         CALL.GROUP, CALL.TOGETHER, WARPGROUPS, BLOCK_M, STAGES, D, DV, V_COLUMNS,
-        scale if cap_scale is None else cap_scale, cap_scale is not None,
+        scale if cap_scale is None else cap_scale, cap_scale is not None, slopes,
     )  # fmt: skip
     R: gl.constexpr = MATRIX_REGISTERS
     gl.warp_specialize(

@@ -33,7 +33,7 @@ _PACKED_HEADS_PER_GROUP = 2
 # speed of the other rule.
 _SHORT = 2048
 _WHOLE_GROUPS_IN_TURNS = 4
-_SERVED = ("a sliding window", "a softcap", "attention sinks", "packed sequences")  # sinks are part of the LSE
+_SERVED = ("a sliding window", "a softcap", "ALiBi", "attention sinks", "packed sequences")  # sinks are part of the LSE
 _MAX = 2**29  # positions: a sum of two of them, rounded up, stays in 32 bits
 _MAX_QUERY_TILES = 2**22  # rows of what is kept of them, 512 each at the most, are counted in 32 bits
 _MAX_KEY_TILES = 2**30  # so that the count of those drawn stays in 32 bits
@@ -106,7 +106,11 @@ def hopper_backward_config(problem: BackwardProblem, gpu: GpuSpec) -> HopperBack
         config = replace(config, keys=64, writers=2)
     elif config.block_m == 128 and p.causal:
         config = replace(config, heads_per_group=32)
-    elif hopper_backward_columns(problem) == (128, 128) and p.dtype == "bf16" and not (p.bounded_left or p.softcap):
+    elif (
+        hopper_backward_columns(problem) == (128, 128)
+        and p.dtype == "bf16"
+        and not (p.bounded_left or p.softcap or p.alibi)
+    ):
         config = replace(config, v_columns=64)
     if p.causal and not p.bounded_left:  # a window bounds the walks
         config = _with_heads_together(problem, config, gpu)
@@ -191,6 +195,9 @@ def hopper_backward_refusal(problem: BackwardProblem, gpu: GpuSpec) -> str | Non
         ),
         (p.item_bytes != 2, "it serves fp16 and bf16 only"),
         (p.softcap and p.dtype == "fp16", "with a softcap its probabilities are not exact enough in fp16"),
+        (p.alibi and p.softcap, "it does not serve ALiBi with a softcap"),
+        (p.packed and p.alibi_stride, "packed, it serves slopes that all sequences share"),
+        (p.alibi and problem.wants_sinks, "it does not serve the gradient of sinks with ALiBi"),
         (
             not (problem.wants_q or problem.wants_kv),
             "it makes the gradients of q, k and v together, and none of them is asked for",
@@ -217,6 +224,16 @@ def too_short_for_tiles(problem: BackwardProblem, gpu: GpuSpec) -> str | None:
     rows = hopper_backward_config(problem, gpu).block_m
     if problem.forward.packed and 2 * problem.forward.seqlen_q <= rows:
         return f"sequences of {problem.forward.seqlen_q} queries or fewer fill half of its tiles of {rows} or less"
+    return None
+
+
+def not_run_with_alibi(problem: BackwardProblem) -> str | None:
+    """Return why a call with ALiBi is left to the portable kernel, or None: no GPU run showed these right yet."""
+    p, columns = problem.forward, hopper_backward_columns(problem)[0]
+    if p.alibi and p.packed and columns in (64, _WIDEST):
+        return "packed, with ALiBi and heads of this size, it was not run yet"
+    if p.alibi and columns == 64 and p.window[1] > 0 and not p.causal:
+        return "with ALiBi and a window that looks ahead, it was not run with heads of this size yet"
     return None
 
 

@@ -111,6 +111,13 @@ def _batch(problem: BackwardProblem) -> Scalar | None:
     return Scalar("i32", problem.forward.batch) if problem.forward.packed else None
 
 
+def _slopes(problem: BackwardProblem) -> dict[str, Argument]:
+    """Return the slopes of ALiBi, which a kernel is compiled without if there are none."""
+    p = problem.forward
+    stride = Scalar("i32", p.alibi_stride) if p.alibi else None
+    return {"alibi_ptr": Pointer(p.alibi) if p.alibi else None, "alibi_stride": stride}
+
+
 def _order(
     problem: BackwardProblem, config: HopperBackwardConfig, grid: Grid, _tokens: Tokens | None
 ) -> PreparedKernel:
@@ -164,8 +171,9 @@ def _prepare(
         "stats_ptr": Pointer("fp32", aligned=True),
         "dq_semaphore_ptr": Pointer("i32", aligned=True),
         **_lengths(problem, "q"),
+        **_slopes(problem),
         **scalars("i64", stride_ob=ob, stride_oh=oh, stride_dob=dob, stride_doh=doh),
-        **scalars("i32", heads=p.heads, seqlen_q=p.seqlen_q, tiles_m=tiles_m),
+        **scalars("i32", "sizes", heads=p.heads, seqlen_q=p.seqlen_q, tiles_m=tiles_m),
         "batch": _batch(problem),
     }
     constants = {
@@ -210,6 +218,7 @@ def _main(problem: BackwardProblem, config: HopperBackwardConfig, grid: Grid, to
         "scale_log2": Scalar("fp32", p.softcap * LOG2_E if p.softcap else p.scale_log2),
         "scale": Scalar("fp32", p.scale),
         "cap_scale": Scalar("fp32", p.scale / p.softcap) if p.softcap else None,
+        **_slopes(problem),
     }
     constants: dict[str, Any] = {
         "CALL": HopperBackwardCall(
@@ -217,6 +226,7 @@ def _main(problem: BackwardProblem, config: HopperBackwardConfig, grid: Grid, to
             TOGETHER=config.heads_together,
             BOUND_LEFT=p.bounded_left,
             BOUND_RIGHT=p.bounded_right,
+            SEES_AHEAD=bool(p.alibi) and not (p.bounded_right and right == 0),
         ),
         "MATRIX_REGISTERS": 240,
     }

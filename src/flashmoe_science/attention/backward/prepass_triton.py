@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from ..kernel_arguments import QueryTiles
 from .primitives import row_products
 
 
@@ -156,15 +157,16 @@ def _prepare_backward_kernel(
     do_ptr,  # [B, H, Sq, DV]
     lse_ptr,  # [B, H, Sq] fp32, natural log; packed [T, H]
     dlse_ptr,  # like lse, if HAS_DLSE
-    stats_ptr,  # [B * H * tiles_m, 2, BLOCK_M] fp32: LSE * log2(e), delta
+    stats_ptr,  # [B * H * tiles_m, 2, BLOCK_M] fp32: LSE * log2(e), with ALiBi more; delta
     dq_semaphore_ptr,  # [B * H * tiles_m * WRITERS + 1] int32: dQ added so far, and how many key tiles were fetched
     cu_seqlens_q_ptr,  # packed: [B + 1] int32; else None
     seqused_q_ptr,  # packed: [B] int32 or None
+    alibi_ptr,  # [H], [B, H] or None; packed [H] or None
     stride_ob, stride_oh, stride_dob, stride_doh,  # in units of UNIT elements
-    heads, seqlen_q, tiles_m,
+    sizes: QueryTiles,
     batch,  # packed: sequences; else None
-    STRIDE_OM: tl.constexpr,
-    STRIDE_DOM: tl.constexpr,
+    alibi_stride,  # of the slopes along B
+    STRIDE_OM: tl.constexpr, STRIDE_DOM: tl.constexpr,
     UNIT: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,  # DV rounded up to a power of two, 16 at least
@@ -177,6 +179,7 @@ def _prepare_backward_kernel(
     From the last tile to the first, as the next kernel starts with the first heads: what it reads still lies in L2.
     Packed, the grid is (tiles_m * H,), of the query tiles of all sequences.
     """
+    heads, seqlen_q, tiles_m = sizes.heads, sizes.seqlen_q, sizes.tiles_m
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     if cu_seqlens_q_ptr is None:
         head = tile // tiles_m
@@ -210,6 +213,9 @@ def _prepare_backward_kernel(
         # Rows without a key, and behind the last: P = exp2(score - inf) = 0. The gradient of their LSE may be NaN.
         delta = tl.where(lse == -float("inf"), 0.0, delta)
         lse = tl.where(lse == -float("inf"), float("inf"), lse * 1.4426950408889634)
+        if alibi_ptr is not None:  # that part of slope * distance which depends on the row, counted from the tile's
+            slope = tl.load(alibi_ptr + b * alibi_stride + h).to(tl.float32) * 1.4426950408889634
+            lse += slope * offs.to(tl.float32)
         stats = stats_ptr + tile.to(tl.int64) * (2 * BLOCK_M) + offs
         tl.store(stats, lse)
         tl.store(stats + BLOCK_M, delta)

@@ -146,6 +146,37 @@ class KeyTiles:
 
 
 @aggregate
+class Slopes:
+    """ALiBi: the slopes of the heads whose queries lie in the slots of the ring. Without it nothing is read."""
+
+    alibi_ptr: gl.tensor  # [H] or [B, H]
+    stride_b: gl.tensor
+    bufs: gl.shared_memory_descriptor  # [SLOTS, 1] fp32: slope * log2(e)
+    IS_GIVEN: gl.constexpr
+    SEES_AHEAD: gl.constexpr  # whether rows see keys behind their own position
+
+    @gluon.jit
+    def load(self, b, h):
+        """Return the slope of a head, times log2(e)."""
+        slope = gl.zeros([1], gl.float32, _LANES)
+        if self.IS_GIVEN:
+            ptr = self.alibi_ptr + b * self.stride_b + h
+            slope += gl.load(ptr).to(gl.float32) * 1.4426950408889634
+        return slope
+
+    @gluon.jit
+    def put(self, slot, slope):
+        """Store a slope before the barrier of the slot is armed: who waits for the barrier sees it."""
+        if self.IS_GIVEN:
+            self.bufs.index(slot).store(slope)
+
+    @gluon.jit
+    def read(self, slot):
+        """Return the slope of a slot, times log2(e)."""
+        return gl.max(self.bufs.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@aggregate
 class Span:
     """Which query tiles see a key tile, and which key tiles a query tile sees.
 
@@ -479,6 +510,16 @@ def make_key_tiles(sizes, sequences_ptr, batch):
 
 
 @gluon.jit
+def make_slopes(alibi_ptr, stride_b, other_ptr, other, other_bufs, SLOTS: gl.constexpr, SEES_AHEAD: gl.constexpr):
+    """Allocate room for the slopes of ALiBi. Without it others take the places of what nobody reads."""
+    if alibi_ptr is not None:
+        bufs = gl.allocate_shared_memory(gl.float32, [SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        return Slopes(alibi_ptr, stride_b, bufs, True, SEES_AHEAD)  # type: ignore[call-arg] # aggregate gives it a constructor
+    else:  # noqa: RET505 - both would be compiled
+        return Slopes(other_ptr, other, other_bufs, False, False)  # type: ignore[call-arg] # aggregate gives it a constructor
+
+
+@gluon.jit
 def row_numbers(a, slot, WHICH: gl.constexpr, layout: gl.constexpr):
     """Return LSE (0) or delta (1) of the query rows of a tile, one a column of the scores."""
     return a.stats_bufs.index(slot).slice(WHICH * a.span.BLOCK_M, a.span.BLOCK_M, dim=0).load(layout)
@@ -495,12 +536,51 @@ def probabilities(s, a, span, slot, key, row, dtype: gl.constexpr, IS_EDGE: gl.c
         capped = tanh(s * a.cap_scale)
     s = mask_edge(capped, span, key, row, IS_EDGE)
     lse = row_numbers(a, slot, 0, gl.SliceLayout(0, s.type.layout))
-    p = gl.exp2(s * a.scale_log2 - lse[None, :])
+    if a.slopes.IS_GIVEN:
+        p = gl.exp2(_below_lse(s, a, span, lse, a.slopes.read(slot), key, row))
+    else:
+        p = gl.exp2(s * a.scale_log2 - lse[None, :])
     packed = pack(p, dtype)
     slope = packed
     if a.HAS_SOFTCAP:
         slope = pack(p * (1 - capped * capped), dtype)
     return packed, slope
+
+
+@gluon.jit
+def _below_lse(s, a, span, lse, slope, key, row):
+    """Return scores, times log2(e), less slope * distance and the LSE of their rows.
+
+    ALiBi's term is an affine one of row and key, for keys up to the position of the row. The part of a row within its
+    query tile is in ``lse`` already. What is left depends on the key: one addition an element.
+    """
+    keys_layout: gl.constexpr = gl.SliceLayout(1, s.type.layout)
+    # Of a key, by how much it lies behind the position of the first row.
+    behind = key - row + rematerialize(span.seqlen_q) - rematerialize(span.seqlen_k)
+    of_key = slope * (behind + rematerialize(gl.arange(0, ROWS, keys_layout))).to(gl.float32)
+    x = s * a.scale_log2 + (of_key[:, None] - lse[None, :])
+    if a.slopes.SEES_AHEAD:  # noqa: SIM102 - the first is a constant, the second is known on the GPU alone
+        if behind + ROWS > 1:
+            x = _turn_ahead(x, slope, behind)
+    return x
+
+
+@gluon.jit
+def _turn_ahead(x, slope, behind):
+    """Take 2 * slope * distance from the scores of keys behind the position of their row, laid out as for a mask."""
+    COLUMNS: gl.constexpr = x.shape[1]
+    layout: gl.constexpr = x.type.layout
+    x = gl.reshape(x, [ROWS, COLUMNS // 8, 4, 2])
+    x_layout: gl.constexpr = x.type.layout
+    lane_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, x_layout))  # [ROWS, 4]
+    offs_n = behind + rematerialize(gl.arange(0, ROWS, gl.SliceLayout(1, lane_layout)))
+    lane = rematerialize(2 * gl.arange(0, 4, gl.SliceLayout(0, lane_layout)))[None, :]
+    i = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, x_layout))))
+    k = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, x_layout))))
+    column = (8 * i[None, :, None, None] + k[None, None, None, :]).to(gl.float32)
+    ahead = (offs_n[:, None] - lane).to(gl.float32)[:, None, :, None] - column
+    x -= 2 * slope * gl.maximum(ahead, 0.0)
+    return gl.convert_layout(gl.reshape(x, [ROWS, COLUMNS]), layout)
 
 
 @gluon.jit

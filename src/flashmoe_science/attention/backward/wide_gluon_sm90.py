@@ -38,6 +38,7 @@ from ...gpu.gluon_versions import aggregate, tma_add, tma_load, tma_store
 from ..kernel_arguments import HopperBackwardSizes, Window
 from .primitives_sm90 import (
     KeyTiles,
+    Slopes,
     Span,
     as_added,
     first_whole_tile,
@@ -45,6 +46,7 @@ from .primitives_sm90 import (
     load_partition,
     load_rows,
     make_key_tiles,
+    make_slopes,
     make_span,
     place_of,
     probabilities,
@@ -116,6 +118,7 @@ class Args:
     DV: gl.constexpr
     cap_scale: gl.tensor  # read if HAS_SOFTCAP
     HAS_SOFTCAP: gl.constexpr
+    slopes: Slopes
 
     @gluon.jit
     def load_keys(self, b, kv, key, t):
@@ -137,8 +140,10 @@ class Args:
     def load_queries(self, b, h, first_row, m, first_tile, i):
         """Copy Q, the row statistics and dO of query tile ``m``, for step ``i``."""
         slot, lap = slot_of(i, STAGES), lap_of(i, STAGES)
+        slope = self.slopes.load(b, h)
         if lap > 0:
             named_barrier("sync", Q_FREE + slot, BOTH + 32)
+        self.slopes.put(slot, slope)
         bar = self.ready_bars.index(slot)
         Q_BYTES: gl.constexpr = self.q_desc.block_type.nbytes + self.stats_desc.block_type.nbytes
         MORE: gl.constexpr = self.q_more_desc.block_type.nbytes if self.D < self.COLUMNS else 0
@@ -431,6 +436,7 @@ def _backward_wide_sm90_kernel(
     dq_desc,  # [B * H * tiles_m * 4 * LINES, 32] fp32
     dq_semaphore_ptr,  # [B * H * tiles_m * 2 + 1] int32, 0 before; the last counts key tiles that were drawn
     sequences_ptr,  # packed: [7, B] int32, see ``_order_key_tiles_kernel``; else None
+    alibi_ptr,  # [H], [B, H] or None; packed [H] or None
     q_more_desc, k_more_desc, dk_more_desc,  # of the second part of the columns, or None
     sizes: HopperBackwardSizes,
     window: Window,
@@ -438,6 +444,7 @@ def _backward_wide_sm90_kernel(
     scale_log2,  # scale * log2(e); with a softcap, softcap * log2(e)
     scale,
     cap_scale,  # scale / softcap; without one None
+    alibi_stride,  # of the slopes along B, or None
     CALL: gl.constexpr,  # HopperBackwardCall
     COLUMNS: gl.constexpr,  # of Q and K: 192 or 256; those behind are 0
     MATRIX_REGISTERS: gl.constexpr,
@@ -468,6 +475,7 @@ def _backward_wide_sm90_kernel(
         q_more, k_more, dk_more = q_more_desc, k_more_desc, dk_more_desc
         q_more_bufs = make_tiles(q_more, STAGES)
         k_more_bufs = make_tiles(k_more, 1)
+    slopes = make_slopes(alibi_ptr, alibi_stride, dq_semaphore_ptr, sizes.heads, stats_bufs, STAGES, CALL.SEES_AHEAD)
     a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
         q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc, dq_desc, dq_semaphore_ptr,
         q_more, k_more, dk_more,
@@ -475,7 +483,7 @@ def _backward_wide_sm90_kernel(
         ready_bars, written_bars, key_tiles, sizes.heads, sizes.heads_kv,
         make_span(sizes, window, CALL.BOUND_LEFT, CALL.BOUND_RIGHT, ROWS, KEYS),
         scale_log2, scale, CALL.GROUP, CALL.TOGETHER, COLUMNS, D, DV,
-        scale if cap_scale is None else cap_scale, cap_scale is not None,
+        scale if cap_scale is None else cap_scale, cap_scale is not None, slopes,
     )  # fmt: skip
     R: gl.constexpr = MATRIX_REGISTERS
     gl.warp_specialize(

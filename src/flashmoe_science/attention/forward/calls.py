@@ -274,7 +274,7 @@ def _ordered_call(plan: Plan, device: int) -> Call:
 
     problem, stream_of, counter = plan.problem, _raw_stream, counters_of(device).address
     assert stream_of is not None
-    has_sinks = bool(problem.sinks)
+    of_heads = bool(problem.sinks) + bool(problem.alibi)  # extras that the first kernel does not read
     width = max(problem.head_dim, problem.head_dim_v)
 
     @functools.lru_cache(maxsize=_MAX_TOKENS)
@@ -294,12 +294,12 @@ def _ordered_call(plan: Plan, device: int) -> Call:
                 nothing = torch.empty(problem.heads_kv * width, dtype=q.dtype, device=q.device)
                 pk = pv = nothing.data_ptr()
             addresses = [tensor.data_ptr() for tensor in extras]
-            lengths, stream = addresses[has_sinks:], stream_of(device)
+            lengths, stream = addresses[of_heads:], stream_of(device)
             sequences = torch.empty(8 * problem.batch, dtype=torch.int32, device=q.device)
             order(stream, sequences.data_ptr(), *lengths, *[0] * (_FEWEST_POINTERS - 1 - len(lengths)))
             lse_at = 0 if lse is None else lse.data_ptr()
             own = (o.data_ptr(), sequences.data_ptr(), counter(stream))
-            attend(stream, pq, pk, pv, o.data_ptr(), lse_at, *addresses[:has_sinks], *own)
+            attend(stream, pq, pk, pv, o.data_ptr(), lse_at, *addresses[:of_heads], *own)
         return o if lse is None else (o, lse)
 
     return call

@@ -118,8 +118,44 @@ def _load_partition(a):
 def _cap(s, a):
     """Return tanh(softmax_scale / softcap * s), to within 2**-11: what rounding a score to fp16 costs."""
     return gl.inline_asm_elementwise(
-        "tanh.approx.f32 $0, $1;", "=f,f", [s * a.cap_scale], gl.float32, is_pure=True, pack=1
+        "tanh.approx.f32 $0, $1;", "=f,f", [s * a.inner_scale], gl.float32, is_pure=True, pack=1
     )
+
+
+@gluon.jit
+def _slope(a, n):
+    """Return the slope of the head of the n-th tile, times log2(e)."""
+    slope = gl.to_tensor(0.0)
+    if a.HAS_ALIBI:
+        b = 0 if a.IS_PACKED else a.row_tiles.read(n, _START)
+        ptr = a.alibi_ptr + b * a.alibi_stride + a.row_tiles.read(n, _HEAD)
+        slope = gl.load(ptr).to(gl.float32) * 1.4426950408889634
+    return slope
+
+
+@gluon.jit
+def _add_alibi(s, a, slope, position, key):
+    """Return scores, times log2(e), with the term of ALiBi; the first row is at ``position``. Laid out as for a mask.
+
+    Where keys lie up to the position of a row, the term is an affine one. The part of the row cancels in the softmax,
+    and only the LSE needs it, so what is added depends on the key alone.
+    """
+    COLUMNS: gl.constexpr = s.shape[1]
+    layout: gl.constexpr = s.type.layout
+    x = gl.reshape(s * a.inner_scale, [ROWS, COLUMNS // 8, 4, 2])
+    x_layout: gl.constexpr = x.type.layout
+    lane_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, x_layout))  # [ROWS, 4]
+    lane = 2 * gl.arange(0, 4, gl.SliceLayout(0, lane_layout))[None, :]
+    i = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, x_layout))))
+    k = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, x_layout))))
+    column = (8 * i[None, :, None, None] + k[None, None, None, :]).to(gl.float32)
+    if a.SEES_AHEAD:
+        own = key - position - gl.arange(0, ROWS, gl.SliceLayout(1, lane_layout))
+        ahead = (own[:, None] + lane).to(gl.float32)[:, None, :, None] + column
+        x -= slope * gl.abs(ahead)
+    else:
+        x += (slope * (key - position + lane).to(gl.float32))[:, None, :, None] + slope * column
+    return gl.convert_layout(gl.reshape(x, [ROWS, COLUMNS]), layout)
 
 
 @gluon.jit
@@ -179,13 +215,15 @@ def _clean_values(a, i, keys):
 
 
 @gluon.jit
-def _first_step(q, m, l, zero, a, i, n, position, key):
+def _first_step(q, m, l, zero, a, i, n, slope, position, key):
     """Scores of tile i, the last in the range, and their exponentials."""
     k = a.k_ring.wait(slot_of(i, a.STAGES), lap_of(i, a.STAGES))
     s = warpgroup_mma_wait(0, deps=[issue_scores(q, k, zero, a.D1)])
     a.k_ring.release(slot_of(i, a.STAGES))
     if a.HAS_SOFTCAP:
         s = _cap(s, a)
+    if a.HAS_ALIBI:
+        s = _add_alibi(s, a, slope, position, key)
     s = _mask(s, a, n, position, key)
     m, l, _ = update_row_max(s, m, l, a)
     packed, sums = exponentials(s, m, l, a)
@@ -193,11 +231,13 @@ def _first_step(q, m, l, zero, a, i, n, position, key):
 
 
 @gluon.jit
-def _step(q, acc, more, packed, m, l, zero, a, i, n, position, key, W: gl.constexpr, IS_EDGE: gl.constexpr):
+def _step(q, acc, more, packed, m, l, zero, a, i, n, slope, position, key, W: gl.constexpr, IS_EDGE: gl.constexpr):
     """Scores of tile i and the output product of tile i - 1, then the exponentials of the scores."""
     s, acc, more = multiply(q, acc, more, packed, zero, a, i, W, IS_EDGE)
     if a.HAS_SOFTCAP:
         s = _cap(s, a)
+    if a.HAS_ALIBI:
+        s = _add_alibi(s, a, slope, position, key)
     if IS_EDGE:
         return fold_masked(_mask(s, a, n, position, key), acc, more, m, l, a)
     return online_softmax_step(s, acc, more, packed, m, l, a)
@@ -250,6 +290,7 @@ def _attend_partition(a, W: gl.constexpr):
         queries, keys = a.queries_of(n), a.keys_of(n)
         begin, end = a.key_tiles(row, queries, keys)
         position = row + W * ROWS + keys - queries
+        slope = _slope(a, n)
         since, until = a.unmasked_tiles(position, keys, begin, end)
         m = gl.full([ROWS], -3.0e38, gl.float32, gl.SliceLayout(1, s_layout))  # not -inf: -inf - -inf is NaN
         l = partial_sums(gl.zeros([ROWS, a.BLOCK_N], gl.float32, s_layout))
@@ -259,7 +300,7 @@ def _attend_partition(a, W: gl.constexpr):
 
         q = a.q_ring.wait(W, n)
         last = i + end - 1 - begin
-        packed, m, l = _first_step(q, m, l, zero, a, i, n, position, (end - 1) * a.BLOCK_N)
+        packed, m, l = _first_step(q, m, l, zero, a, i, n, slope, position, (end - 1) * a.BLOCK_N)
         if a.IS_PACKED:
             _clean_values(a, i, keys - (end - 1) * a.BLOCK_N)
 
@@ -267,14 +308,16 @@ def _attend_partition(a, W: gl.constexpr):
         unmasked = i + end - since  # not masked: those from there to before this one
         for j in range(i + 1, masked):
             acc, more, packed, m, l = _step(
-                q, acc, more, packed, m, l, zero, a, j, n, position, (last - j + begin) * a.BLOCK_N, W, True
+                q, acc, more, packed, m, l, zero, a, j, n, slope, position, (last - j + begin) * a.BLOCK_N, W, True
             )
         for j in range(masked, unmasked):
-            acc, more, packed, m, l = _step(q, acc, more, packed, m, l, zero, a, j, n, 0, 0, W, False)
+            acc, more, packed, m, l = _step(
+                q, acc, more, packed, m, l, zero, a, j, n, slope, position, (last - j + begin) * a.BLOCK_N, W, False
+            )
         if a.BOUND_LEFT:
             for j in range(unmasked, last + 1):
                 acc, more, packed, m, l = _step(
-                    q, acc, more, packed, m, l, zero, a, j, n, position, (last - j + begin) * a.BLOCK_N, W, True
+                    q, acc, more, packed, m, l, zero, a, j, n, slope, position, (last - j + begin) * a.BLOCK_N, W, True
                 )
         i = last
         # Read here: kept through the loops, they would spill.
@@ -286,6 +329,8 @@ def _attend_partition(a, W: gl.constexpr):
         v = a.v_ring.wait(slot_of(i, a.STAGES), lap_of(i, a.STAGES))
         acc, more, p = issue_output(packed, v, acc, more, a)
         l_row = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, s_layout))
+        if a.HAS_ALIBI and not a.SEES_AHEAD:  # the part of the row, see ``_add_alibi``
+            m -= slope * gl.arange(0, ROWS, m.type.layout).to(gl.float32)
         m, l_row, factor = _normalise(m, l_row, head, a)
         if a.STORE_LSE:
             _store_lse(m, l_row, head, start, row, place, queries, a)
@@ -310,19 +355,17 @@ def _forward_features_sm90_kernel(
     o_desc,  # [B, H, Sq, DV]
     lse_ptr,  # [B, H, Sq] fp32, natural log; packed [T, H]
     sinks_ptr,  # [H] or None
+    alibi_ptr,  # [H], [B, H] or None; packed [H] or None
     o_ptr,  # packed: [T, H, DV], that of o_desc; else None
     sequences_ptr,  # packed: [8, B] int32, see ``sequences_triton``; else None
     counter_ptr,  # packed: [1] int32, 0 before and after; else None
     q_more_desc, k_more_desc, v_more_desc,  # of the second part of the columns, or None
     sizes: VariantSizes,
     window: Window,
-    scale_log2,  # softmax_scale * log2(e), positive; with a softcap softcap * log2(e)
-    cap_scale,  # softmax_scale / softcap; or 0
-    GROUP: gl.constexpr,  # query heads that share one K/V head
-    HAS_SEQUSED_Q: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr,  # whether some keys come too early, or too late, for some rows
-    STORE_LSE: gl.constexpr,
-    DV: gl.constexpr,  # columns of o
+    scale_log2,  # softmax_scale * log2(e), positive; with a softcap softcap * log2(e); with ALiBi 1
+    inner_scale,  # with a softcap softmax_scale / softcap; with ALiBi softmax_scale * log2(e); or 0
+    alibi_stride,  # of the slopes along B, or None
+    CALL: gl.constexpr,  # VariantCall
     TILE: gl.constexpr,  # HopperTile
 ):  # fmt: skip
     """Attend 64 * WARPGROUPS rows of one head of one sequence at a time.
@@ -334,6 +377,7 @@ def _forward_features_sm90_kernel(
     gl.static_assert(TURNS + 2 * WARPGROUPS + 2 * STAGES <= 16, "the hardware has 16 barriers")
     declare_too_large()
     HAS_SINKS: gl.constexpr = sinks_ptr is not None
+    HAS_ALIBI: gl.constexpr = alibi_ptr is not None
     IS_PACKED: gl.constexpr = sequences_ptr is not None
     q_more = q_more_desc if TILE.D1 > 0 else q_desc
     k_more = k_more_desc if TILE.D1 > 0 else k_desc
@@ -351,9 +395,11 @@ def _forward_features_sm90_kernel(
         sequences_ptr if IS_PACKED else lse_ptr, counter_ptr if IS_PACKED else lse_ptr,
         row_tiles, q_ring, o_bufs, k_ring, v_ring,
         sizes.batch, sizes.heads, sizes.seqlen_q, sizes.seqlen_k, sizes.tiles_m, sizes.together, sizes.dealt,
-        window.left, window.right, scale_log2, cap_scale,
-        GROUP, WARPGROUPS, BLOCK_N, STAGES, IS_PACKED, HAS_SEQUSED_Q, HAS_SINKS, HAS_SOFTCAP, BOUND_LEFT, BOUND_RIGHT,
-        TILE.PING_PONG, STORE_LSE, WARPGROUPS == 3 and BLOCK_N == 128, TILE.D1, TILE.DV0, TILE.DV1, DV,
+        window.left, window.right, scale_log2, inner_scale,
+        alibi_ptr if HAS_ALIBI else lse_ptr, alibi_stride if HAS_ALIBI else sizes.heads,
+        CALL.GROUP, WARPGROUPS, BLOCK_N, STAGES, IS_PACKED, CALL.HAS_SEQUSED_Q, HAS_SINKS, CALL.HAS_SOFTCAP, HAS_ALIBI,
+        CALL.SEES_AHEAD, CALL.BOUND_LEFT, CALL.BOUND_RIGHT,
+        TILE.PING_PONG, CALL.STORE_LSE, WARPGROUPS == 3 and BLOCK_N == 128, TILE.D1, TILE.DV0, TILE.DV1, CALL.DV,
     )  # fmt: skip
     R: gl.constexpr = TILE.REGISTERS
     if WARPGROUPS == 2:

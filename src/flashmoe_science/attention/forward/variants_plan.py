@@ -14,7 +14,7 @@ from .plan_sm90 import HOPPER_ROWS, hopper_config_of_table, hopper_heads_per_gro
 FEATURES_KERNEL = "forward_features_gluon_sm90"
 ORDER_SEQUENCES = 64  # that one program of ``sequences_triton`` places, and looks at together
 ORDER_WARPS = 4
-_SERVED = frozenset(("a sliding window", "a softcap", "attention sinks", "packed sequences"))
+_SERVED = frozenset(("a sliding window", "a softcap", "ALiBi", "attention sinks", "packed sequences"))
 # Row tiles have 128 rows or more; below so many queries most of one is empty, and ``forward_triton`` has smaller ones.
 _FEWEST_QUERIES = 64
 _L2_BYTES = 32 << 20  # of K and V of heads that are walked over together, as in ``hopper_plan``
@@ -27,7 +27,7 @@ def without_features(problem: AttentionProblem) -> AttentionProblem:
 
     A packed batch becomes one sequence: TMA indexes its tokens.
     """
-    plain = dataclasses.replace(problem, window=(-1, -1), softcap=0.0, sinks="", packed=False, seqused="")
+    plain = dataclasses.replace(problem, window=(-1, -1), softcap=0.0, sinks="", alibi="", packed=False, seqused="")
     if not problem.packed:
         return plain
     keys = max(2, problem.seqlen_k) if problem.seqlen_k else 0
@@ -40,6 +40,10 @@ def variants_refusal(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
     if lacking:
         *first, last = lacking
         return f"it does not serve {', '.join(first)}{' and ' if first else ''}{last}"
+    if problem.alibi and problem.softcap:
+        return "it does not serve ALiBi with a softcap"
+    if problem.packed and problem.alibi_stride:
+        return "packed, it serves slopes that all sequences share"
     if not problem.features:
         return "the call has no features, which is what forward_gluon_sm90 is for"
     refusal = hopper_refusal(without_features(problem), gpu)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ...gpu.signature import Argument, Pointer, PreparedKernel, Scalar, kernel_source, prepare_kernel, scalars
-from ..problem import LOG2_E
+from ..kernel_arguments import VariantCall
+from ..problem import LOG2_E, AttentionProblem
 from ..tiles import HopperConfig, Plan, cdiv
 from .plan_sm90 import HOPPER_ROWS
 from .prepared import hopper_tiles
@@ -45,6 +46,14 @@ def _order(plan: Plan) -> PreparedKernel:
     return prepare_kernel(source, plan.launches[0].grid, arguments)
 
 
+def _scales(problem: AttentionProblem) -> tuple[float, float]:
+    """Return by what scores are multiplied as exponents of two, and before a softcap or ALiBi."""
+    p = problem
+    if p.softcap:
+        return p.softcap * LOG2_E, p.scale / p.softcap
+    return (1.0, p.scale_log2) if p.alibi else (p.scale_log2, 0.0)
+
+
 def _forward(plan: Plan, tokens: tuple[int, int] | None) -> PreparedKernel:
     p, config, grid = plan.problem, plan.config, plan.launches[-1].grid
     assert isinstance(config, HopperConfig)
@@ -52,10 +61,12 @@ def _forward(plan: Plan, tokens: tuple[int, int] | None) -> PreparedKernel:
     together = 1 if p.packed else heads_together(p, config, grid[0])
     dealt = p.batch * p.heads if heads_fit(p) is None else together
     tiles, tile = hopper_tiles(p, config, tokens)
+    outer, inner = _scales(p)
     arguments: dict[str, Argument] = {
         **tiles,
         "lse_ptr": Pointer("fp32", aligned=True),
         "sinks_ptr": Pointer(p.sinks) if p.sinks else None,
+        "alibi_ptr": Pointer(p.alibi) if p.alibi else None,
         "o_ptr": Pointer(p.dtype, aligned=True) if p.packed else None,
         "sequences_ptr": Pointer("i32") if p.packed else None,
         "counter_ptr": Pointer("i32") if p.packed else None,
@@ -71,17 +82,20 @@ def _forward(plan: Plan, tokens: tuple[int, int] | None) -> PreparedKernel:
             dealt=dealt,
         ),
         **scalars("i32", "window", left=max(left, 0), right=max(right, 0)),
-        "scale_log2": Scalar("fp32", p.softcap * LOG2_E if p.softcap else p.scale_log2),
-        "cap_scale": Scalar("fp32", p.scale / p.softcap if p.softcap else 0.0),
+        **scalars("fp32", scale_log2=outer, inner_scale=inner),
+        "alibi_stride": Scalar("i32", p.alibi_stride) if p.alibi else None,
     }
     constants = {
-        "GROUP": p.group,
-        "HAS_SEQUSED_Q": "q" in p.seqused,
-        "HAS_SOFTCAP": p.softcap > 0,
-        "BOUND_LEFT": p.bounded_left,
-        "BOUND_RIGHT": p.bounded_right,
-        "STORE_LSE": p.return_lse,
-        "DV": p.head_dim_v,
+        "CALL": VariantCall(
+            GROUP=p.group,
+            HAS_SEQUSED_Q="q" in p.seqused,
+            HAS_SOFTCAP=p.softcap > 0,
+            BOUND_LEFT=p.bounded_left,
+            BOUND_RIGHT=p.bounded_right,
+            SEES_AHEAD=bool(p.alibi) and not (p.bounded_right and right <= 0),
+            STORE_LSE=p.return_lse,
+            DV=p.head_dim_v,
+        ),
         "TILE": tile,
     }
     source = kernel_source(_forward_features_sm90_kernel, arguments, constants, num_warps=4, dependent_launch=True)

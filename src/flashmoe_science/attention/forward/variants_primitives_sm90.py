@@ -52,8 +52,10 @@ class Args:
     dealt: gl.tensor  # heads whose row tiles are dealt out in rounds of their own
     window_left: gl.tensor
     window_right: gl.tensor
-    scale_log2: gl.tensor  # softmax_scale * log2(e), positive; with a softcap softcap * log2(e)
-    cap_scale: gl.tensor  # softmax_scale / softcap
+    scale_log2: gl.tensor  # softmax_scale * log2(e), positive; with a softcap softcap * log2(e); with ALiBi 1
+    inner_scale: gl.tensor  # with a softcap softmax_scale / softcap; with ALiBi softmax_scale * log2(e)
+    alibi_ptr: gl.tensor
+    alibi_stride: gl.tensor  # of the slopes along B
     GROUP: gl.constexpr  # query heads that share one K/V head
     WARPGROUPS: gl.constexpr
     BLOCK_N: gl.constexpr
@@ -62,6 +64,8 @@ class Args:
     HAS_SEQUSED_Q: gl.constexpr
     HAS_SINKS: gl.constexpr
     HAS_SOFTCAP: gl.constexpr
+    HAS_ALIBI: gl.constexpr
+    SEES_AHEAD: gl.constexpr  # with ALiBi: whether rows see keys behind their own position
     BOUND_LEFT: gl.constexpr
     BOUND_RIGHT: gl.constexpr
     PING_PONG: gl.constexpr  # the warpgroups take turns at issuing products
