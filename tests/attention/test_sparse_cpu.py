@@ -216,6 +216,12 @@ class TestIndexer:
         assert found.dtype == torch.int32
         assert sorted(found[0, 0].tolist()) == [-1, -1, 0, 1, 2]
 
+    def test_products_beyond_fp16_hide_no_token(self):
+        q, k, weights = (torch.full(shape, value, dtype=torch.float16) for shape, value in (
+            ((1, 1, 1, 128), 23.0), ((1, 6, 128), 23.0), ((1, 1, 1), -1.0),
+        ))  # fmt: skip
+        assert (sparse_mla_indices(q, k, weights, top_k=3) >= 0).all()
+
     def test_rows_in_parts_give_the_same(self, monkeypatch):
         generator = torch.Generator().manual_seed(1)
         q, k = torch.randn(1, 2, 9, 8, generator=generator), torch.randn(1, 9, 8, generator=generator)

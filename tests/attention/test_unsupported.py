@@ -17,7 +17,7 @@ from flashmoe_science import (
     flash_attention_with_kv_cache,
 )
 from flashmoe_science.attention.backward.api import explain_gradients, flash_attention_backward
-from flashmoe_science.attention.decode.memory_overlap import has_internal_overlap, meet
+from flashmoe_science.gpu.memory_overlap import has_internal_overlap, meet
 
 OPS = torch.ops.flashmoe_science
 
@@ -236,6 +236,11 @@ def test_tangents_are_not_lost():
         ({"do": torch.zeros(2, 4, 4, 8)}, r"do must have shape \[B, H, Sq, DV\] = \[2, 4, 5, 8\], got \[2, 4, 4, 8\]"),
         ({"lse": torch.zeros(2, 4, 1)}, r"lse must have shape \[B, H, Sq\] = \[2, 4, 5\], got \[2, 4, 1\]"),
         ({"q": torch.zeros(4, 5, 8)}, r"q must have 4 dimensions \[B, H, S, D\], got shape \[4, 5, 8\]"),
+        ({"accumulate_into": (torch.zeros(2, 2, 7, 8),) * 2}, "dk and dv must not share memory"),
+        (
+            {"accumulate_into": (torch.zeros(999).as_strided((2, 2, 7, 8), (224, 56, 4, 1)), torch.zeros(2, 2, 7, 8))},
+            "accumulate_into's dk must not overlap itself",
+        ),
         ({"accumulate_into": torch.zeros(2)}, r"accumulate_into must be two tensors \(dk, dv\) or None, got"),
         ({"accumulate_into": (torch.zeros(2, 2, 7, 8), None)}, "accumulate_into's dv must be a torch.Tensor"),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -280,6 +281,7 @@ def errors(rank: int, ranks: int) -> dict[str, Any]:
     odd = draw(0, 1, 3, 8, 16)
     packed_q = draw(0, 8, 4, 16)
     plan = heads.plan([8 * ranks])
+    masks: list[dict[str, Any]] = [{"causal": "no"}, {"windows": (128, 0)}, {"windows": 3}]
     heads.attention_packed(packed_q, packed_q, packed_q, plan)  # what follows is no first call
     return {
         "other options": message(lambda: heads.attention(q, k, v, causal=rank == 0), InputError),
@@ -344,6 +346,11 @@ def errors(rank: int, ranks: int) -> dict[str, Any]:
         "strategy": message(lambda: ContextParallel(mesh, strategy="ring"), InputError),
         "auto": message(lambda: ContextParallel(mesh), InputError),
         "chosen": [ContextParallel(mesh, heads_kv=heads_kv).strategy for heads_kv in (ranks, ranks + 1)],
+        "chosen for documents": [
+            ContextParallel(mesh, heads_kv=2 * ranks, head_groups=groups).plan([8 * ranks], causal=causal).strategy
+            for groups, causal in ((1, True), (1, False), (2, True))
+        ],
+        "masks": [message(functools.partial(gather.plan, [8 * ranks], **given), InputError) for given in masks],
         "explained": heads.explain(q, k, v),
         "groups explained": ContextParallel(mesh, strategy="heads", head_groups=2).explain(q, k, v),
         "gradients of outputs of one rank": [outputs_of_one_rank(heads, rank, name) for name in ("lse", "o")],

@@ -86,6 +86,11 @@ def test_errors_name_the_rank_and_are_raised_on_all(found: list[dict[str, Any]])
     for name, text in expected.items():
         assert text in first[name], name
     assert first["chosen"] == ["heads", "gather"]
+    assert first["chosen for documents"] == ["gather", "heads", "heads"]
+    for error, text in zip(
+        first["masks"], ("causal must be", "window must be two integers", "windows must be a"), strict=True
+    ):
+        assert text in error
     for text in (
         "strategy heads: 2 ranks divide 4 K/V heads",
         "transport collectives: ",

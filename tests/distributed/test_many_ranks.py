@@ -69,7 +69,7 @@ def test_a_plan_of_ten_million_tokens_takes_little_time(packed: PackedLayout) ->
         cp = ContextParallel(init_device_mesh("cpu", (RANKS,)), strategy="gather")
         plan = cp.plan(documents())
         calls = plan.calls(Options(causal=True))
-    assert time.process_time() - begun < 5  # 0.3 s on a machine that does nothing else
+    assert time.process_time() - begun < 10  # 3 s: three layouts are tried
     assert plan.layout == packed.layout
     alone = packed.rounds[700][0]
     for call, spans in ((calls.whole, packed.layout.held[700][:alone]), (calls.shared, packed.parts(700))):
@@ -128,6 +128,13 @@ def test_all_tokens_are_held_once_and_keys_arrive_in_their_order(lengths: list[i
             for keys in pieces.keys:
                 arrived = [sent[place] for span in packed.arrivals(keys) for place in range(*span)]
                 assert arrived == list(range(*keys))
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_equal_documents_stay_whole(count: int) -> None:
+    packed = plan_documents([2048] * 4 * count, 4)
+    assert packed.sent == 0
+    assert packed.rounds == ((count,),) * 4
 
 
 def test_all_ranks_have_about_the_same_work(packed: PackedLayout) -> None:

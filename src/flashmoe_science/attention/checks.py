@@ -17,6 +17,7 @@ from ..gpu.checks import (
     check_storages,
     check_tensor,
 )
+from ..gpu.memory_overlap import has_internal_overlap, meet
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
@@ -256,4 +257,11 @@ def named_sums(sums: object, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
         steps = [step for step, size in zip(total.stride(), total.shape, strict=True) if size > 1]
         if 0 in steps or (total.shape[-1] > 1 and total.stride(-1) != 1):
             raise InputError(f"{name} must have contiguous rows and no expanded axis, got strides {total.stride()}")
+        if has_internal_overlap(total):
+            raise InputError(f"{name} must not overlap itself, got shape {list(total.shape)}, strides {total.stride()}")
+        for other, tensor in tensors.items():
+            if tensor.dtype == total.dtype and meet(total, tensor):
+                raise InputError(f"{name} must not share memory with {other}: it is added to in place")
+    if meet(*sums):
+        raise InputError("accumulate_into's dk and dv must not share memory, and they do")
     return dict(zip(("dk", "dv"), sums, strict=True))

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..attention.inputs import Options, cast_under_autocast
+from ..attention.inputs import Options, cast_under_autocast, check_window
 from ..errors import InputError, UnsupportedError, shown
 from ..gpu.subclasses import is_watched
 from .calls import ByHead, Call, Inputs, Recipe, fixed_call, refuse_by_gather
@@ -39,9 +39,10 @@ class ContextParallel:
       number of K/V heads must be a multiple of the number of ranks. Each rank holds one span of tokens.
     - ``"gather"``: all ranks gather K and V, and attend their own queries. Any number of ranks is served. Each rank
       holds a chunk from the front and one from the back, so all have the same causal work. No partial outputs are
-      merged: without a window, o and the gradient of q have the bits of one GPU if chunks are multiples of 128 tokens.
-      Gradients of K and V are summed in fp32 in the order of ranks: the same bits in every run. Of packed documents,
-      ranks hold whole ones where they can, and K and V travel for the others alone.
+      merged: in ``attention`` without a window, o and the gradient of q have the bits of one GPU if chunks are
+      multiples of 128 tokens. Gradients of K and V are summed in fp32 in the order of ranks: the same bits in every
+      run. Of packed documents, ranks hold whole ones as long as they have about equal work, and K and V travel for
+      the others alone.
 
     All ranks of the mesh call every method, with the same options, shapes and plan. The first call of its kind compares
     them over ranks; with ``FLASHMOE_CHECK=1`` in the environment every call does. Errors are then raised on all ranks.
@@ -49,7 +50,8 @@ class ContextParallel:
     one operator of a call.
 
     ``plan`` compares lengths whenever it is called. Later calls do not compare which plan a rank took, if its tokens
-    are as many: a rank that took that of another batch attends other documents, and no error says so.
+    are as many. A rank that took that of another batch attends other documents, or sends what others do not wait for:
+    then a collective fails after its timeout. ``FLASHMOE_CHECK=1`` names it.
 
     Sources: DeepSpeed-Ulysses (Jacobs et al., 2023) for the exchange of heads; Llama 3 (2024) for the gather of K and
     V; ring-flash-attention (Zhu, 2024) for the chunks from front and back.
@@ -69,7 +71,8 @@ class ContextParallel:
         Args:
             mesh: of one dimension, as ``mesh["cp"]``.
             heads_kv: K/V heads of the calls to come: ``"auto"`` chooses ``"heads"`` where the ranks divide them.
-            strategy: ``"heads"``, ``"gather"`` or ``"auto"``, which takes ``"gather"`` for packed documents.
+            strategy: ``"heads"``, ``"gather"`` or ``"auto"``. That takes ``"gather"`` for packed documents with
+                ``causal``, unless ``head_groups`` or ``transport`` ask for ``"heads"``.
             head_groups: by ``"heads"``, in how many groups a rank's K/V heads travel. While one group attends, the next
                 is on its way. It divides the K/V heads of a rank. It changes no bit.
             transport: by ``"heads"``, ``"collectives"`` of the group's backend (NCCL, gloo), or ``"symmetric"``: copies
@@ -83,7 +86,8 @@ class ContextParallel:
         self.group = group_of(mesh, "cp")
         self.rank, self.ranks = self.group.rank(), self.group.size()
         self._place = Place(self.rank, tuple(dist.get_process_group_ranks(self.group)))
-        self._packed_strategy = "gather" if strategy == "auto" else strategy
+        # Groups and transports are of "heads": who asks for them gets it.
+        self._chooses = strategy == "auto" and head_groups == 1 and transport == "collectives"
         if strategy == "auto":
             if heads_kv is None:
                 raise InputError('heads_kv must be given for strategy="auto", got None')
@@ -123,16 +127,23 @@ class ContextParallel:
                 the lengths are others than those of rank 0.
         """
         found: list[PackedPlan] = []
+        strategy = "gather" if self._chooses and causal else self.strategy
 
         def describe() -> str:
-            packed = (plan_straight if self._packed_strategy == "heads" else plan_documents)(lengths, self.ranks)
-            found.append(PackedPlan(packed, self._packed_strategy, self._place, self._device()))
+            if type(causal) is not bool:
+                raise InputError(f"causal must be True or False, got {shown(causal)}")
+            if not isinstance(windows, Sequence):
+                raise InputError(f"windows must be a sequence of pairs, got {shown(windows)}")
+            for window in windows:
+                check_window(window)
+            packed = (plan_straight if strategy == "heads" else plan_documents)(lengths, self.ranks)
+            found.append(PackedPlan(packed, strategy, self._place, self._device()))
             return f"a plan of {len(lengths)} documents, {packed.starts[-1]} tokens, digest {found[0].digest}"
 
         compare(describe, self.group)
         (plan,) = found
-        if self._packed_strategy == "gather":
-            plan.prepare([(causal, window) for window in windows])
+        if strategy == "gather":
+            plan.prepare([(causal, check_window(window)) for window in windows])
         return plan
 
     def _device(self) -> torch.device:
@@ -172,9 +183,9 @@ class ContextParallel:
                 f"the plan is of another mesh or rank: {plan.place}, got {self._place}",
                 hint="make it by this ContextParallel's plan",
             )
-        if plan.strategy != self._packed_strategy:
+        if plan.strategy != self.strategy and not (self._chooses and plan.strategy == "gather"):
             raise InputError(
-                f"the plan is of another strategy than {self._packed_strategy}",
+                f"the plan is of another strategy than {self.strategy}",
                 hint="make it by this ContextParallel's plan",
             )
         return plan.layout
@@ -311,7 +322,7 @@ class ContextParallel:
         )
 
     def _strategy_of(self, plan: PackedPlan | None) -> str:
-        return self.strategy if plan is None else self._packed_strategy
+        return self.strategy if plan is None else plan.strategy
 
     def _attend(self, inputs: Inputs, options: Options, plan: PackedPlan | None) -> tuple[Tensor, Tensor]:
         """Serve a call, whose tensors are ``[n, heads, columns]`` with a plan, and so are those returned."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,18 +46,21 @@ class DocumentsRecipe:
         given = {"q": inputs.q, "o": found.o, "lse": found.lse, "do": do, "dlse": dlse}
         wanted = ["q", "k", "v", *(["sinks"] if sinks else [])]
 
-        def gradients(call: Call, rows: slice, keys: Keys) -> dict[str, Tensor]:
+        def gradients(call: Call, rows: slice, keys: Keys, sums: dict[str, Tensor]) -> dict[str, Tensor]:
             k, v = keys
             own = {name: x[:, :, rows] for name, x in given.items() if x is not None}
-            return call.gradients({**own, "k": k, "v": v, **inputs.heads.given()}, wanted)
+            return call.gradients({**own, "k": k, "v": v, **inputs.heads.given(), **sums}, wanted)
 
         keys = self._send(inputs)()
         made = []
         if self.calls.shared and keys:
-            made.append(gradients(self.calls.shared, self._rows_of_parts, keys))
-        arrive = self._send_sums(inputs, made[0] if made else None)
+            sums = self._zeros(inputs, len(self.calls.keys))
+            made.append(gradients(self.calls.shared, self._rows_of_parts, keys, self._by_name(inputs, sums)))
+            arrive = self._send_sums(inputs, sums)
+        else:
+            arrive = self._send_sums(inputs, None)
         if self.calls.whole:
-            made.insert(0, gradients(self.calls.whole, *self._of_whole(inputs)))
+            made.insert(0, gradients(self.calls.whole, *self._of_whole(inputs), {}))
         dsinks = torch.stack([each["sinks"] for each in made]).sum(0) if sinks else None
         dq = _join([each["q"] for each in made])
         of_keys = [(made[0]["k"], made[0]["v"])] if self.calls.whole else []
@@ -93,22 +96,28 @@ class DocumentsRecipe:
 
         return arrive
 
-    def _send_sums(self, inputs: Inputs, made: Mapping[str, Tensor] | None) -> Callable[[], list[Keys]]:
-        """Begin to send what this rank adds to the gradients of keys.
+    def _zeros(self, inputs: Inputs, tokens: int) -> Tensor:
+        """Return room for sums of gradients of K and V, ``[tokens, B, HK, D + DV]`` fp32."""
+        batch, heads, _, columns = inputs.k.shape
+        return inputs.k.new_zeros(tokens, batch, heads, columns + inputs.v.shape[3], dtype=torch.float32)
+
+    def _by_name(self, inputs: Inputs, sums: Tensor) -> dict[str, Tensor]:
+        both, columns = sums.permute(1, 2, 0, 3), inputs.k.shape[3]
+        return {"dk": both[..., :columns], "dv": both[..., columns:]}
+
+    def _send_sums(self, inputs: Inputs, made: Tensor | None) -> Callable[[], list[Keys]]:
+        """Begin to send what this rank adds to the gradients of keys, ``made`` for its own keys in fp32.
 
         What is returned waits, and gives the gradients of K and V of this rank's parts: sums in the order of ranks.
         """
         if not self.calls.sent:
             return list
-        ranks, (batch, heads, tokens, columns) = self.group.size(), inputs.k.shape
-        sums = inputs.k.new_zeros(
-            ranks * self.calls.sent, batch, heads, columns + inputs.v.shape[3], dtype=torch.float32
-        )
+        ranks, tokens, columns = self.group.size(), inputs.k.shape[2], inputs.k.shape[3]
+        sums = self._zeros(inputs, ranks * self.calls.sent)
         if made is not None:
-            found = torch.cat([made[name].permute(2, 0, 1, 3) for name in "kv"], 3)
             # Two parts of a document have keys in common: the second parts of all documents are added after the first.
             for start, end in itertools.pairwise(self.calls.rounds):
-                sums.index_add_(0, self.calls.keys[start:end], found[start:end].float())
+                sums.index_add_(0, self.calls.keys[start:end], made[start:end])
         received, wait = start_all_to_all(torch.unflatten(sums, 0, (ranks, -1)), self.group)
 
         def arrive() -> list[Keys]:

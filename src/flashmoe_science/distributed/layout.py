@@ -14,7 +14,8 @@ from ..errors import InputError
 
 Span = tuple[int, int]  # the first token and the one behind the last
 
-_WHOLE = 1 / 4  # of a rank's work: documents with more of it are split
+_WHOLE = (1.0, 0.5, 0.25)  # of a rank's work: documents with more of it are split; the first that balances ranks counts
+_BALANCED = 1.03  # the most work of a rank, over the mean
 
 
 @dataclass(frozen=True)
@@ -183,8 +184,8 @@ def plan_straight(lengths: Sequence[int], ranks: int) -> PackedLayout:
 def plan_documents(lengths: Sequence[int], ranks: int) -> PackedLayout:
     """Give ranks whole documents, so that all have as many tokens and about as much causal work.
 
-    Long documents are split over several ranks, each with a chunk from the front and one from the back. So are those
-    that find no room, each rank with what it has room for.
+    Documents are split where ranks would have unlike work else: the longest ones, each rank with a chunk from the front
+    and one from the back. So are those that find no room, each rank with what it has room for.
 
     Args:
         lengths: of the documents, in tokens.
@@ -194,15 +195,26 @@ def plan_documents(lengths: Sequence[int], ranks: int) -> PackedLayout:
         InputError: a length is no integer above 0, or their sum is no multiple of ``ranks``.
     """
     starts = _starts_of(lengths, ranks)
-    ordered = [_in_rounds(spans, starts) for spans in _place(_cut(starts, ranks), starts[-1], ranks)]
+    for whole in _WHOLE:
+        held = _place(_cut(starts, ranks, whole), starts[-1], ranks)
+        work = [sum(_causal_work(span, starts) for span in spans) for spans in held]
+        if max(work) * ranks <= _BALANCED * sum(work):
+            break
+    ordered = [_in_rounds(spans, starts) for spans in held]
     layout = Layout(starts[-1], tuple(spans for spans, _ in ordered))
     return PackedLayout(starts, layout, tuple(rounds for _, rounds in ordered))
 
 
-def _cut(starts: Sequence[int], ranks: int) -> list[tuple[int, tuple[Span, ...]]]:
+def _causal_work(span: Span, starts: Sequence[int]) -> int:
+    """Return about twice how many pairs of query and key a span of one document has."""
+    first = starts[bisect.bisect_right(starts, span[0]) - 1]
+    return (span[1] - first) ** 2 - (span[0] - first) ** 2
+
+
+def _cut(starts: Sequence[int], ranks: int, whole: float) -> list[tuple[int, tuple[Span, ...]]]:
     """Return documents and equal shares of long ones, with their work, those with the most first."""
     documents = list(itertools.pairwise(starts))
-    largest = sum((end - start) ** 2 for start, end in documents) / ranks * _WHOLE
+    largest = sum((end - start) ** 2 for start, end in documents) / ranks * whole
     found = []
     for start, end in documents:
         work, most = (end - start) ** 2, min(ranks, (end - start) // 2)

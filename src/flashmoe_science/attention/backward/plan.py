@@ -160,7 +160,8 @@ _WIDE_TILES = {
     2: _row("16x32x8x1", "16x32x8x1", "16x32x8x1", "32x16x8x1", "32x16x8x1", "16x16x8x1", kv_apart=True),
     4: _row("16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", kv_apart=True),
 }
-# sm_90: 5.9 ms on an H200, where those above take 10.4 and SDPA 11.9 (lab/hopper/18_head_size_512.txt).
+# sm_90: 5.9 ms on an H200, where those above take 10.4 and SDPA 11.9 (lab/hopper/18_head_size_512.txt). Two more took
+# 5.1 and 5.2, but spill 2 kB a thread in the kernel of dQ.
 _WIDE_TILES_OF_HOPPER = _row(
     "32x32x8x1", "32x32x8x1", "32x32x8x1", "32x32x8x1", "32x32x8x1", "16x16x8x1", kv_apart=True
 )

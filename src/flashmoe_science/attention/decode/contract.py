@@ -21,11 +21,11 @@ from ...gpu.checks import (
     check_storages,
     check_tensor,
 )
+from ...gpu.memory_overlap import has_internal_overlap, is_expanded, meet, shares_memory
 from ...gpu.subclasses import PLAIN
 from ..checks import DTYPE_NAMES, check_pages
 from ..inputs import check_window, pointer_alignment
 from ..problem import LARGEST_SCALE, canonical_strides
-from .memory_overlap import has_internal_overlap, is_expanded, meet, shares_memory
 from .problem import CacheProblem
 
 _STRIDED = torch.strided

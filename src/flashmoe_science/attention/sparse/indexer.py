@@ -51,14 +51,15 @@ def sparse_mla_indices(
     rows = max(1, _PRODUCTS // (batch * heads * seqlen_k))
     for first in range(0, seqlen_q, rows):
         part = slice(first, min(seqlen_q, first + rows))
-        products = torch.relu(q[:, :, part] @ k[:, None].mT).float()  # [B, H, rows, S]
+        # [B, H, rows, S]. A product beyond fp16 counts as its largest number: infinity would look like a hidden token.
+        products = (q[:, :, part] @ k[:, None].mT).float().clamp(0, torch.finfo(q.dtype).max)
         scores = (products * weights[:, part].float().permute(0, 2, 1)[..., None]).sum(1)
         end = lengths[:, None, None]
         if causal:
             end = end - seqlen_q + 1 + torch.arange(seqlen_q, device=q.device)[part, None]
         scores = scores.masked_fill(keys >= end, -torch.inf)
         best = scores.topk(kept, -1, sorted=False)
-        found[:, part, :kept] = torch.where(best.values == -torch.inf, -1, best.indices).int()
+        found[:, part, :kept] = torch.where(best.indices >= end, -1, best.indices).int()
     return found
 
 

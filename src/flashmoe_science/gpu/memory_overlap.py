@@ -1,10 +1,10 @@
-"""Whether caches share memory: with themselves, or with one another."""
+"""Whether tensors share memory: with themselves, or with one another."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from ...gpu.subclasses import PLAIN
+from .subclasses import PLAIN
 
 
 def shares_memory(k_cache: Tensor, v_cache: Tensor) -> bool:
