@@ -219,7 +219,7 @@ def test_dropout_and_gradients_are_refused_by_name():
 def operator_arguments(call: dict[str, Any], *, return_lse: bool) -> tuple[Any, ...]:
     *needed, longest_q, longest_k, table = call.values()
     given = torch.ones(4), torch.ones(2, 4), torch.ones(2, 1, 5, 7), None, ints(3, 7)
-    return (*needed, table, longest_q, longest_k, True, 0.5, 3, -1, 2.0, *given, return_lse, "auto")
+    return (*needed, table, longest_q, longest_k, True, 0.5, 3, -1, 2.0, *given, 0, False, return_lse, "auto")
 
 
 def test_compile_and_opcheck_on_cpu():

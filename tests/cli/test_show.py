@@ -307,9 +307,9 @@ def test_explain_of_what_is_not_one_call(run, arguments, message):
 
 
 def test_explain_of_what_no_kernel_serves(run):
-    code, _, err = run("explain", "--shape", "1,1,64,512", "--gpu", "L4")
+    code, _, err = run("explain", "--shape", "1,1,64,1024", "--gpu", "L4")
     assert code == 2
-    assert err.splitlines()[1] == "hint: the nearest that is served: 256"
+    assert err.splitlines()[1] == "hint: the nearest that is served: 512"
 
 
 def test_doctor_prints_a_line_for_every_check_and_its_hint(run, monkeypatch):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError, shown
+from ...gpu.ambient import without_autocast
 from ...gpu.checks import check_memory, check_not_mixed, check_tensor
 from ..checks import DTYPE_NAMES, check_place, check_shape
 
@@ -13,6 +14,7 @@ _PRODUCTS = 1 << 27  # at a time: 512 MiB in fp32
 
 
 @torch.no_grad()
+@without_autocast
 def sparse_mla_indices(
     q: Tensor, k: Tensor, weights: Tensor, top_k: int, *, seqlens_k: Tensor | None = None, causal: bool = True
 ) -> Tensor:

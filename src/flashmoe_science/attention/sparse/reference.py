@@ -7,9 +7,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ...gpu.ambient import without_autocast
 from .problem import SparseProblem
 
 
+@without_autocast
 def sparse_attention(
     problem: SparseProblem, tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
