@@ -1,4 +1,4 @@
-"""The very call that the baseline ``sdpa-cudnn`` makes."""
+"""cuDNN's attention, called as the baseline ``sdpa-cudnn`` calls it."""
 
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
 from torch.nn.attention import SDPBackend, sdpa_kernel

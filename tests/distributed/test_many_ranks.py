@@ -69,7 +69,7 @@ def test_a_plan_of_ten_million_tokens_takes_little_time(packed: PackedLayout) ->
         cp = ContextParallel(init_device_mesh("cpu", (RANKS,)), strategy="gather")
         plan = cp.plan(documents())
         calls = plan.calls(Options(causal=True))
-    assert time.process_time() - begun < 10  # 3 s: three layouts are tried
+    assert time.process_time() - begun < 5
     assert plan.layout == packed.layout
     alone = packed.rounds[700][0]
     for call, spans in ((calls.whole, packed.layout.held[700][:alone]), (calls.shared, packed.parts(700))):

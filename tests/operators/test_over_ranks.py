@@ -65,6 +65,13 @@ def test_what_cannot_be_split_is_refused(operator, changes, message):
         operator.parse_case({**table, **changes})
 
 
+def test_gather_runs_a_call_for_each_chunk_on_the_keys_that_it_sees():
+    problem = ATTENTION.parse_case({**CASES[0][1], "lengths": [256], "gradients": False})
+    passes = ATTENTION.passes("context_parallel_gather", problem)
+    assert [(part.seqlen_q, part.seqlen_k) for _, _, part in passes] == [(64, 64), (64, 256), (128, 192)]
+    assert {name for _, name, _ in passes} == {"flash_attention"}
+
+
 def test_suites_over_ranks_compile_what_each_rank_runs():
     suites: list[tuple[str, Any]] = [("context-parallel", ATTENTION), ("expert-parallel", EXPERTS)]
     for name, operator in suites:

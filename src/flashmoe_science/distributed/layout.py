@@ -229,11 +229,14 @@ def _place(parts: Sequence[tuple[int, tuple[Span, ...]]], tokens: int, ranks: in
     held: list[list[Span]] = [[] for _ in range(ranks)]
     heap = [(0, rank) for rank in range(ranks)]
     homeless: list[Span] = []
-    for work, spans in parts:
-        size = sum(end - start for start, end in spans)
+    sizes = [sum(end - start for start, end in spans) for _, spans in parts]
+    smallest = [*itertools.accumulate(reversed(sizes), min)][::-1]  # of a part and those after it
+    for (work, spans), size, least in zip(parts, sizes, smallest, strict=True):
         full = []
         while heap and room[heap[0][1]] < size:
-            full.append(heapq.heappop(heap))
+            entry = heapq.heappop(heap)
+            if room[entry[1]] >= least:
+                full.append(entry)
         if heap:
             load, rank = heap[0]
             held[rank] += spans

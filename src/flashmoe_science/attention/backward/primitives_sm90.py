@@ -555,7 +555,7 @@ def _below_lse(s, a, span, lse, slope, key, row):
     query tile is in ``lse`` already. What is left depends on the key: one addition an element.
     """
     keys_layout: gl.constexpr = gl.SliceLayout(1, s.type.layout)
-    # Of a key, by how much it lies behind the position of the first row.
+    # How far each key lies behind the first row.
     behind = key - row + rematerialize(span.seqlen_q) - rematerialize(span.seqlen_k)
     of_key = slope * (behind + rematerialize(gl.arange(0, ROWS, keys_layout))).to(gl.float32)
     x = s * a.scale_log2 + (of_key[:, None] - lse[None, :])

@@ -222,11 +222,16 @@ class ContextParallelOperator(OperatorOverRanks):
         """Return what ranks run: of one sequence all tokens of some heads; of packed documents what each rank has."""
         p, lengths = problem.whole.planned, list(problem.whole.lengths)
         table = {"head_dim": p.head_dim, "dtype": p.dtype, "causal": p.causal}
+        base, name = (STEP, "attention_step") if problem.gradients else (FIXED, "flash_attention")
         if len(lengths) == 1 and subject == "context_parallel":
-            base, name = (STEP, "attention_step") if problem.gradients else (FIXED, "flash_attention")
             heads = {"heads": p.heads // problem.ranks, "heads_kv": p.heads_kv // problem.ranks}
             return [(base, name, base.parse_case({**table, **heads, "batch": 1, "seqlen_q": lengths[0]}))]
         table |= {"heads": p.heads, "heads_kv": p.heads_kv}
+        if len(lengths) == 1:  # by "gather": a call for each chunk, on the keys that it sees
+            chunks = itertools.chain(*layout_of(problem).held)
+            sizes = [(end - start, end if p.causal else lengths[0]) for start, end in chunks]
+            cases = ({**table, "batch": 1, "seqlen_q": rows, "seqlen_k": keys} for rows, keys in sizes)
+            return [(base, name, base.parse_case(case)) for case in cases]
         found: list[Pass] = []
         for queries, keys in _calls_of(problem):
             packed = {**table, "lengths": queries, "lengths_k": keys}
