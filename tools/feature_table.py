@@ -188,16 +188,17 @@ def _cell(letters: Letters, gpu: str, options: dict[str, Any]) -> str:
 def _table(title: str, letters: Letters, features: dict[str, dict[str, Any]]) -> str:
     """Return a table: a column for architectures that are alike, for fp16 and bf16, and one for fp32.
 
-    fp32 is alike on all that serve a feature.
+    Where fp32 is not alike on all that serve a feature, its cell names the architectures that do not serve it.
     """
     columns: dict[str, tuple[str, ...]] = {}
     for arch, gpu in GPUS.items():
         columns[arch] = tuple(_cell(letters, gpu, options) for options in features.values())
     fp32 = []
     for place, options in enumerate(features.values()):
-        served = [gpu for arch, gpu in GPUS.items() if columns[arch][place] != "–"] or [*GPUS.values()]
-        (cell,) = {letters(gpu, "fp32", options) for gpu in served}
-        fp32.append(cell)
+        found = {arch: letters(gpu, "fp32", options) for arch, gpu in GPUS.items() if columns[arch][place] != "–"}
+        lacking = [arch for arch, cell in found.items() if cell == "–"]
+        (cell,) = {*found.values()} - {"–"} or {"–"}
+        fp32.append(f"{cell}; – on {', '.join(lacking)}" if lacking and cell != "–" else cell)
     merged: dict[tuple[str, ...], list[str]] = {}
     for arch, cells in columns.items():
         merged.setdefault(cells, []).append(arch)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import InputError, UnsupportedError, shown
 from ...gpu.planning import PlannedLaunch, refuse_architecture
-from ...gpu.specs import GpuSpec
+from ...gpu.specs import GpuSpec, shared_memory_limit
 from ..forward.plan import MAX_HEAD_DIM
 from ..tiles import block_dim, cdiv
 from .plan_sm90 import (
@@ -160,6 +160,7 @@ _WIDE_TILES = {
     2: _row("16x32x8x1", "16x32x8x1", "16x32x8x1", "32x16x8x1", "32x16x8x1", "16x16x8x1", kv_apart=True),
     4: _row("16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", "16x16x8x1", kv_apart=True),
 }
+_WIDE_FP32_BYTES = 131_072  # of shared memory: K, V, Q and dO of 16 rows and 512 columns each
 # sm_90: 5.9 ms on an H200, where those above take 10.4 and SDPA 11.9 (lab/hopper/18_head_size_512.txt). Two more took
 # 5.1 and 5.2, but spill 2 kB a thread in the kernel of dQ.
 _WIDE_TILES_OF_HOPPER = _row(
@@ -191,6 +192,12 @@ def backward_config(problem: BackwardProblem, arch: int) -> BackwardConfig:
     """Return the tiles of ``backward_triton``."""
     p = problem.forward
     columns = block_dim(max(p.head_dim, p.head_dim_v))
+    if columns > 256 and p.item_bytes == 4 and shared_memory_limit(arch) < _WIDE_FP32_BYTES:
+        raise UnsupportedError(
+            f"gradients of fp32 with head sizes above 256 need {_WIDE_FP32_BYTES} bytes of shared memory a block, "
+            f"sm_{arch} has {shared_memory_limit(arch)}",
+            hint="use bf16 or fp16",
+        )
     tiles = backward_tiles(arch, p.item_bytes, columns)
     apart = columns > 256  # also with features
     if p.dropout_p or (p.packed and p.bias):
