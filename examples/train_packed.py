@@ -1,8 +1,8 @@
 """Train a small GPT on packed documents: our packed attention, PyTorch's with a block-diagonal mask, and FlexAttention.
 
-The documents are this repository's own pages and sources, whole or cut, laid one behind another until a batch is full.
-A token attends to those before it in its document. All runs start from the same weights and see the same batches.
-Prints tokens a second, masks and lengths included, and writes packed.json and, with matplotlib, packed.png.
+Documents are pages and sources of this repository. A batch holds documents, whole or cut, until it is full. A token
+attends to those before it in its document. All runs start from the same weights and see the same batches. The script
+prints tokens a second. It counts the time that masks take. It writes packed.json and, with matplotlib, packed.png.
 
     python examples/train_packed.py                      # on the GPU, in bf16
     python examples/train_packed.py --device cpu --tiny

@@ -38,7 +38,6 @@ LETTERS = {
     "forward_features_gluon_sm90": "F",
     "forward_triton": "T",
     "forward_masked_triton": "K",
-    "mixed_gluon_sm90": "Y",
     "mixed_triton": "X",
 }
 CACHE_LETTERS = {"decode_gluon_sm90": "M", "decode_triton": "D"}

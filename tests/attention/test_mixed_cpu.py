@@ -15,7 +15,6 @@ from flashmoe_science.attention.forward.plan import plan_attention
 from flashmoe_science.attention.mixed.plan import (
     FEW_TABLES,
     fixed_steps,
-    many_group,
     mixed_config,
     mixed_sizes,
     mixed_slots,
@@ -57,20 +56,17 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def split_on_the_host(
-    p: AttentionProblem, queries: list[int], keys: list[int], kernel: str = "mixed_triton"
-) -> tuple[list[int], ...]:
+def split_on_the_host(p: AttentionProblem, queries: list[int], keys: list[int]) -> tuple[list[int], ...]:
     """Count programs, merges and partial results of one K/V head as ``work_triton`` does."""
-    config = mixed_config(p, 90, kernel)
-    groups = (p.group, many_group(p, config))
+    config = mixed_config(p, 90)
     slots = mixed_slots(p, config, 132)
     work = [0, 0]
     rows = [n * p.group for n in queries]
     kind = [int(n > config.few.block_m) for n in rows]
     tile = (config.few, config.many)
-    tiles = [cdiv(n * groups[1], tile[1].block_m) if c else min(n, 1) for n, c in zip(queries, kind, strict=True)]
+    tiles = [cdiv(n * p.group, tile[1].block_m) if c else min(n, 1) for n, c in zip(queries, kind, strict=True)]
     steps = [
-        most_steps(dataclasses.replace(p, seqlen_k=n), tile[c], groups[c]) if n else 1
+        most_steps(dataclasses.replace(p, seqlen_k=n), tile[c], p.group) if n else 1
         for n, c in zip(keys, kind, strict=True)
     ]
     for n, c, length in zip(tiles, kind, steps, strict=True):
@@ -92,10 +88,9 @@ def split_on_the_host(
     return items, kept, [merges]
 
 
-@pytest.mark.parametrize("kernel", ["mixed_triton", "mixed_gluon_sm90"])
 @pytest.mark.parametrize("options", [{}, {"num_splits": 5}, {"batch_invariant": True}], ids=str)
 @pytest.mark.parametrize("seed", range(6))
-def test_grids_and_partial_results_hold_all_batches(kernel, options, seed):
+def test_grids_and_partial_results_hold_all_batches(options, seed):
     """Whatever the lengths, no more programs and partial results are needed than the sizes have room for."""
     draw = random.Random(seed)
     for _ in range(60):
@@ -109,8 +104,8 @@ def test_grids_and_partial_results_hold_all_batches(kernel, options, seed):
             batch=batch, seqlen_q=longest, heads_kv=heads_kv, heads=heads_kv * draw.choice([1, 3, 8]), window=window,
             **options,
         )  # fmt: skip
-        config = mixed_config(p, 90, kernel)
-        items, kept, (merges,) = split_on_the_host(p, queries, keys, kernel)
+        config = mixed_config(p, 90)
+        items, kept, (merges,) = split_on_the_host(p, queries, keys)
         sizes = mixed_sizes(p, config, 132, round_tokens(max(1, sum(queries))))
         assert items[0] <= sizes.few_items
         assert items[1] <= sizes.many_items
@@ -181,27 +176,6 @@ def test_splits_that_nobody_serves_are_refused(changes, message):
     for gpu in (SPECS["H100"], None):
         with pytest.raises(UnsupportedError, match=message):
             plan_attention(problem(**changes), gpu)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"head_dim": 96, "head_dim_v": 96}, "it serves D and DV of 64 and 128, got 96 and 96"),
-        ({"page_size": 12}, "it copies 8 rows of a page or more, up to 128, got pages of 12"),
-        ({"alibi": "fp32"}, "it does not serve ALiBi"),
-        ({"dtype": "fp32"}, "it serves fp16 and bf16, got fp32"),
-        ({"pointer_alignment": 8}, "TMA reads tensors that start at multiples of 16 bytes"),
-        ({"softmax_scale": -1.0}, "it needs a positive softmax_scale"),
-        ({"seqlen_k": 0}, "there are no keys"),
-        ({"k_strides": (16 * 1024, 128, 0, 1)}, "k is expanded: TMA does not step by 0"),
-        ({"v_strides": (16 * 1024, 132, 1024, 1)}, "rows of v do not start at multiples of 16 bytes"),
-    ],
-)
-def test_what_the_kernel_for_hopper_refuses(changes, message):
-    with pytest.raises(UnsupportedError, match=f"mixed_gluon_sm90 does not serve .*: {message}"):
-        plan_attention(problem(**changes), SPECS["H100"], "mixed_gluon_sm90")
-    with pytest.raises(UnsupportedError, match="it is for sm_90, this GPU is sm_80"):
-        plan_attention(problem(), SPECS["A100"], "mixed_gluon_sm90")
 
 
 def test_other_kernels_refuse_splits():

@@ -24,7 +24,6 @@ from .mixed_cases import KERNEL, MIXED_CASES, Mixed, check_mixed, in_dtype
 pytestmark = pytest.mark.gpu
 
 _V = VarlenCase
-KERNELS = ("mixed_triton", "mixed_gluon_sm90")
 WAYS: tuple[dict[str, Any], ...] = ({}, {"num_splits": 7}, {"batch_invariant": True})
 
 
@@ -35,24 +34,17 @@ def test_every_case_of_the_interpreter(mixed, dtype):
     check_mixed(in_dtype(mixed, dtype), "cuda")
 
 
-@pytest.fixture(params=KERNELS)
-def kernel(request):
-    if request.param == "mixed_gluon_sm90" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("it is for sm_90")
-    return request.param
-
-
 @pytest.mark.parametrize("way", range(len(WAYS)))
 @pytest.mark.parametrize("page_size", [8, 16, 64, 128, 256])
 @pytest.mark.parametrize("dim", [(64, 64), (128, 128), (64, 128), (128, 64)], ids=str)
-def test_grid_of_both_kernels(kernel, dim, page_size, way):
+def test_prompts_and_tokens_in_one_batch(dim, page_size, way):
     """Lengths around tiles and pages, prompts and tokens in one batch; groups of 1, 3 and 8 heads."""
     heads, heads_kv = ((2, 2), (6, 2), (8, 1))[way]
     queries = (1, 1, 300, 1, 129, 4, 0, 1, 64, 33, 128)
     keys = (2999, 1, 300, 64, 1100, 700, 40, 65, 4000, 34, 0)
     case = _V(queries, keys, heads, heads_kv, dim[0], dim[1], "bf16", True, page_size=page_size, why="grid")
     poison_allocator(1 << 22)
-    check_mixed(Mixed(case, **WAYS[way]), "cuda", kernel=kernel)
+    check_mixed(Mixed(case, **WAYS[way]), "cuda")
 
 
 @pytest.mark.parametrize("way", range(len(WAYS)))
@@ -69,7 +61,7 @@ def test_grid(dim, page_size, way):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_batches(kernel, seed):
+def test_random_batches(seed):
     """Any lengths, masks and features."""
     draw = random.Random(seed)
     for _ in range(8):
@@ -85,10 +77,10 @@ def test_random_batches(kernel, seed):
             page_size=draw.choice([16, 64]), **more,
         )  # fmt: skip
         poison_allocator(1 << 22)
-        check_mixed(Mixed(case, **draw.choice(WAYS)), "cuda", kernel=kernel)
+        check_mixed(Mixed(case, **draw.choice(WAYS)), "cuda")
 
 
-def test_a_graph_replays_with_other_lengths_and_pages(kernel):
+def test_a_graph_replays_with_other_lengths_and_pages():
     """Tokens of all queries stay; what is whose changes, and the host reads nothing."""
     lengths = [((1, 600, 1, 38), (900, 1500, 64, 38)), ((160, 160, 160, 160), (160, 170, 2000, 1024)),
                ((637, 1, 1, 1), (700, 2000, 1, 5))]  # fmt: skip
@@ -110,7 +102,7 @@ def test_a_graph_replays_with_other_lengths_and_pages(kernel):
     }
 
     def run() -> Any:
-        return flash_attention_varlen(**static, causal=True, return_lse=True, kernel=kernel)
+        return flash_attention_varlen(**static, causal=True, return_lse=True, kernel=KERNEL)
 
     run()
     with synchronisation_is_an_error():
@@ -141,7 +133,7 @@ def _decoding(batch: int, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]
     return make_paged(case, inputs), make_features(case, "cuda")
 
 
-def test_batch_invariant_bits(kernel):
+def test_batch_invariant_bits():
     """A chunk, and a single token, have the same bits alone and in any batch."""
     for first in (37, 1):
         found = []
@@ -151,17 +143,17 @@ def test_batch_invariant_bits(kernel):
                 starts = given["cu_seqlens_q"].clone()
                 given["q"], starts[1:] = given["q"][36:], starts[1:] - 36
                 given["cu_seqlens_q"] = starts
-            o = flash_attention_varlen(**given, **options, batch_invariant=True, kernel=kernel)
+            o = flash_attention_varlen(**given, **options, batch_invariant=True, kernel=KERNEL)
             found.append(o[:first])
         for other in found[1:]:
             assert torch.equal(found[0], other)
 
 
-def test_the_same_bits_in_200_calls(kernel):
+def test_the_same_bits_in_200_calls():
     given, options = _decoding(30)
-    first = flash_attention_varlen(**given, **options, kernel=kernel, return_lse=True)
+    first = flash_attention_varlen(**given, **options, kernel=KERNEL, return_lse=True)
     for _ in range(200):
-        again = flash_attention_varlen(**given, **options, kernel=kernel, return_lse=True)
+        again = flash_attention_varlen(**given, **options, kernel=KERNEL, return_lse=True)
         assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
 
 

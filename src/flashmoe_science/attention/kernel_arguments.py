@@ -90,30 +90,6 @@ class ForwardTile(NamedTuple):
     WIDE: bool  # an offset within a tile can pass 2**31
 
 
-class ManyCall(NamedTuple):
-    """Constants of a call of the forward for Hopper over pages."""
-
-    GROUP: int  # query heads that share one K/V head
-    PAGE_SIZE: int
-    HAS_SEQUSED_Q: bool
-    HAS_SOFTCAP: bool
-    BOUND_LEFT: bool  # some keys come too early for some rows
-    BOUND_RIGHT: bool  # some keys come too late for some rows
-    STORE_LSE: bool
-    D: int  # 64 or 128
-    DV: int
-
-
-class ManyTile(NamedTuple):
-    """What one program of that kernel works on, and with how much."""
-
-    WARPGROUPS: int  # that multiply matrices; 64 rows each
-    BLOCK_N: int  # keys of one step
-    STAGES: int  # tiles of K, and of V, in flight
-    PING_PONG: bool  # the warpgroups take turns
-    REGISTERS: int  # of a thread of these warpgroups
-
-
 class HopperForwardSizes(NamedTuple):
     """Sizes of a forward call for Hopper, int32; heads are counted by PACK."""
 
@@ -439,7 +415,6 @@ class MixedTiles(NamedTuple):
     """Constants of a mixed batch: sequences of up to FEW_ROWS rows a K/V head have one tile of so many."""
 
     GROUP: int  # query heads that share one K/V head
-    MANY_GROUP: int  # of them in one tile of many rows: all, or one
     FEW_ROWS: int
     FEW_KEYS: int  # of one step
     MANY_ROWS: int

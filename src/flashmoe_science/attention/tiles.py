@@ -51,14 +51,12 @@ class HopperConfig:
 
 @dataclass(frozen=True, slots=True)
 class MixedConfig:
-    """Tiles of ``mixed_triton`` and ``mixed_gluon_sm90``."""
+    """Tiles of ``mixed_triton``."""
 
     few: ForwardConfig  # of sequences whose rows, of the query heads of one K/V head, fit one tile
     many: ForwardConfig  # of the others
     few_blocks: int  # programs of few rows that an SM has room for
     has_many: bool  # whether the longest sequence is one of the others
-    packs_many: bool = True  # whether a tile of many rows has all query heads of a K/V head, or one
-    ping_pong: bool = False  # of tiles of many rows: warpgroups take turns at issuing products
 
 
 @dataclass(frozen=True, slots=True)

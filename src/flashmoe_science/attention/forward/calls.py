@@ -19,7 +19,7 @@ from ...gpu.device import gpu_at
 from .. import reference
 from ..inputs import AttentionCall, batched_problem, layouts_of
 from ..masks.dense import with_dense_mask
-from ..mixed.plan import MIXED_KERNEL, MIXED_KERNELS
+from ..mixed.plan import MIXED_KERNEL
 from ..packed import check_values, planned_lengths, problem_of_packed
 from ..problem import AttentionProblem
 from ..tiles import ForwardConfig, HopperConfig, Plan
@@ -82,7 +82,7 @@ def prepare_call(plan: Plan, device: torch.device, dtype: torch.dtype) -> Call:
     if device.type == "cpu":
         return _interpreter_call(plan)
     index = device.index
-    if plan.kernel in MIXED_KERNELS and plan.launches:
+    if plan.kernel == MIXED_KERNEL and plan.launches:
         call = _mixed_call(plan, index)
     elif plan.problem.packed and plan.kernel == FEATURES_KERNEL and plan.launches:
         call = _ordered_call(plan, index)

@@ -9,11 +9,8 @@ from ...gpu.planning import PlannedLaunch, refuse_architecture
 from ...gpu.specs import GpuSpec
 from ..masks.plan import MASKED_KERNEL, masked_launch, masked_plan, masked_refusal
 from ..mixed.plan import (
-    MIXED_HOPPER_KERNEL,
     MIXED_KERNEL,
     interpreted_plan,
-    mixed_hopper_plan,
-    mixed_hopper_refusal,
     mixed_plan,
     mixed_refusal,
     split_refusal,
@@ -27,7 +24,7 @@ from .variants_plan import FEATURES_KERNEL, variants_passed_over, variants_plan,
 
 MAX_HEAD_DIM = 512
 KERNELS = (
-    "forward_short_gluon", "forward_gluon_sm90", FEATURES_KERNEL, "forward_triton", MASKED_KERNEL, MIXED_HOPPER_KERNEL,
+    "forward_short_gluon", "forward_gluon_sm90", FEATURES_KERNEL, "forward_triton", MASKED_KERNEL,
     MIXED_KERNEL, "reference",
 )  # fmt: skip
 
@@ -76,8 +73,6 @@ def _refusal(kernel: str, problem: AttentionProblem, gpu: GpuSpec) -> str | None
         return masked_refusal(problem)
     if kernel == MIXED_KERNEL:
         return mixed_refusal(problem)
-    if kernel == MIXED_HOPPER_KERNEL:
-        return mixed_hopper_refusal(problem, gpu)
     if problem.num_splits or problem.batch_invariant:
         return f"num_splits and batch_invariant are for {MIXED_KERNEL}"
     if kernel == "forward_triton":
@@ -112,7 +107,6 @@ def _forced_plan(problem: AttentionProblem, gpu: GpuSpec, kernel: str) -> Plan:
         "forward_triton": forward_plan,
         MASKED_KERNEL: masked_plan,
         MIXED_KERNEL: mixed_plan,
-        MIXED_HOPPER_KERNEL: mixed_hopper_plan,
     }
     _refuse_forced(kernel, problem, _refusal(kernel, problem, gpu))
     return plans[kernel](problem, gpu, "it was asked for")

@@ -242,27 +242,21 @@ def _merge_mixed_kernel(
     few = place * CALL.GROUP <= TILES.FEW_ROWS
     block_m = tl.where(few, TILES.FEW_ROWS, TILES.MANY_ROWS)
     block_n = tl.where(few, TILES.FEW_KEYS, TILES.MANY_KEYS)
-    group = tl.where(few, CALL.GROUP, TILES.MANY_GROUP)  # heads of a tile
     row = local * ROWS + tl.arange(0, ROWS)  # token by token, all in one tile
     token, head = row // CALL.GROUP, row % CALL.GROUP
-    tile = local * ROWS // CALL.GROUP * group // block_m
-    if TILES.MANY_GROUP == CALL.GROUP:
-        tile = local * ROWS // block_m
+    tile = local * ROWS // block_m
     begin, end = tile_keys(
-        tile * block_m // group, (tile * block_m + block_m - 1) // group, queries, keys, window, CALL.BOUND_LEFT,
-        CALL.BOUND_RIGHT, block_n,
+        tile * block_m // CALL.GROUP, (tile * block_m + block_m - 1) // CALL.GROUP, queries, keys, window,
+        CALL.BOUND_LEFT, CALL.BOUND_RIGHT, block_n,
     )  # fmt: skip
     count = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), block_n), each)
     if count <= 1:  # the output is written
         return
-    tiles_of_token = heads_kv * (CALL.GROUP // group)  # one for each head, or for all heads of a K/V head
-    of_tile = tl.where(group == 1, token, row) - tile * block_m
-    its_tile = tl.where(group == CALL.GROUP, h, h * CALL.GROUP + head)
-    first_part = tl.where(few, 0, many_part) + (slot + tile * splits).to(tl.int64) * tiles_of_token * block_m
-    part = first_part + its_tile.to(tl.int64) * block_m + of_tile
+    first_part = tl.where(few, 0, many_part) + (slot + tile * splits).to(tl.int64) * heads_kv * block_m
+    part = first_part + h.to(tl.int64) * block_m + row - tile * block_m
     head += h * CALL.GROUP
     offs_dv = first_column + tl.arange(0, COLUMNS)
-    acc, l, m = _merge_rows(partials, part, (tiles_of_token * block_m).to(tl.int64), count, offs_dv, CALL.DV, BLOCK_S)
+    acc, l, m = _merge_rows(partials, part, (heads_kv * block_m).to(tl.int64), count, offs_dv, CALL.DV, BLOCK_S)
     _store_output(
         acc, l, m, sinks_ptr, o_ptr, lse_ptr, start_q, token, head, place, queries, heads_kv * CALL.GROUP, offs_dv,
         o_strides, tl.where(first_column == 0, place, 0), CALL,

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...errors import UnsupportedError
 from ...gpu.signature import PreparedKernel
 from ..tiles import MixedConfig, Plan
-from .plan import INTERPRETED_SMS, MIXED_HOPPER_KERNEL, mixed_sizes, round_tokens
+from .plan import INTERPRETED_SMS, mixed_sizes, round_tokens
 from .prepare import part_rows, prepare_mixed
 from .work_triton import RECORDS
 
@@ -67,20 +67,17 @@ def interpreted_call(plan: Plan) -> Call:
 
 def cuda_call(plan: Plan, device: int) -> Call:
     """Return the call that allocates, and launches on ``device``."""
-    from ...gpu.counters import counters_of
     from ...gpu.device import gpu_of_device
     from ...gpu.launch import current_context, prepare_launch
 
     stream_of, sms = _raw_stream, gpu_of_device(device).sms
     assert stream_of is not None
 
-    is_hopper, counter = plan.kernel == MIXED_HOPPER_KERNEL, counters_of(device).address
-
     @functools.lru_cache(maxsize=_MAX_GRIDS)
-    def launches_of(tokens: int, pages: int) -> list[tuple[Callable[..., None], list[str]]]:
+    def launches_of(tokens: int) -> list[tuple[Callable[..., None], list[str]]]:
         found = []
         with current_context(device):  # the thread that calls may not have used the GPU yet
-            for kernel in prepare_mixed(plan, sms, tokens, pages):
+            for kernel in prepare_mixed(plan, sms, tokens):
                 names = _tensor_names(kernel)
                 names += [""] * (_FEWEST_POINTERS - len(names))
                 launch = prepare_launch(
@@ -89,17 +86,14 @@ def cuda_call(plan: Plan, device: int) -> Call:
                 found.append((launch, names))
         return found
 
-    def call(q: Tensor, k: Tensor, _v: Tensor, pq: int, pk: int, pv: int, *extras: Tensor) -> Any:
+    def call(q: Tensor, _k: Tensor, _v: Tensor, pq: int, pk: int, pv: int, *extras: Tensor) -> Any:
         tensors = _allocate(plan, sms, q)
         if q.shape[0]:
             addresses = {"": 0, "q": pq, "k": pk, "v": pv, "lse": 0}
             named = (*tensors.items(), *zip(plan.problem.extras, extras, strict=True))
             addresses.update((name, tensor.data_ptr()) for name, tensor in named)
             stream = stream_of(device)
-            addresses["counter"] = counter(stream)
-            # Tensor maps hold the numbers of tokens and of pages.
-            sizes = (q.shape[0], k.shape[0]) if is_hopper else (round_tokens(q.shape[0]), 1)
-            for launch, names in launches_of(*sizes):
+            for launch, names in launches_of(round_tokens(q.shape[0])):
                 launch(stream, *[addresses[name] for name in names])
         return _returned(tensors)
 

@@ -9,17 +9,14 @@ from ...gpu.planning import PlannedLaunch
 from ...gpu.specs import GpuSpec
 from ..forward.triton_plan import forward_rows
 from ..problem import AttentionProblem
-from ..tiles import SMALLEST_SCALE_LOG2, ForwardConfig, MixedConfig, Plan, block_dim, cdiv
+from ..tiles import ForwardConfig, MixedConfig, Plan, block_dim, cdiv
 
 MIXED_KERNEL = "mixed_triton"
-MIXED_HOPPER_KERNEL = "mixed_gluon_sm90"
-MIXED_KERNELS = (MIXED_HOPPER_KERNEL, MIXED_KERNEL)
 WORK_WARPS = 8
 MERGE_WARPS = 4
 WORK_SEQUENCES = 64  # that one program of ``work_triton`` places, and looks at together
 MERGE_ROWS = 4  # of one program of the merge
 MERGE_SPLITS = 8  # that the merge adds up in one step
-_MANY_ROWS, _MANY_KEYS = 128, 128  # of ``mixed_gluon_sm90``
 _MOST_SEQUENCES = 1024  # whose records one program looks at together
 _FEWEST_ROWS = 16  # of a tile: the step of the matrix unit
 _FEW_ROWS = 64  # up to which one tile of as many rows as the longest sequence has serves all
@@ -86,46 +83,7 @@ def split_refusal(problem: AttentionProblem) -> str | None:
     return mixed_refusal(problem) if problem.num_splits or problem.batch_invariant else None
 
 
-def mixed_hopper_refusal(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
-    """Return why ``mixed_gluon_sm90`` cannot serve ``problem``, or None."""
-    p = problem
-    refusal = mixed_refusal(p)
-    if refusal:
-        return refusal
-    if gpu.arch != 90:
-        return f"it is for sm_90, this GPU is sm_{gpu.arch}"
-    if p.alibi:
-        return "it does not serve ALiBi"
-    if {p.head_dim, p.head_dim_v} - {64, 128}:
-        return f"it serves D and DV of 64 and 128, got {p.head_dim} and {p.head_dim_v}"
-    if p.page_size % 8 or (p.page_size % _MANY_KEYS and _MANY_KEYS % p.page_size):
-        return f"it copies 8 rows of a page or more, up to {_MANY_KEYS}, got pages of {p.page_size}"
-    return "there are no keys" if p.seqlen_k == 0 else _layout_refusal(p)
-
-
-def _layout_refusal(problem: AttentionProblem) -> str | None:
-    """Return why scale, strides or alignment do not suit the kernel, or None."""
-    p = problem
-    if p.scale_log2 < SMALLEST_SCALE_LOG2:
-        return "it needs a positive softmax_scale, of normal size in fp32"
-    if p.pointer_alignment < 16:
-        return "TMA reads tensors that start at multiples of 16 bytes"
-    for name, strides, heads in (
-        ("q", p.q_strides, p.heads),
-        ("k", p.k_strides, p.heads_kv),
-        ("v", p.v_strides, p.heads_kv),
-    ):
-        if strides[3] != 1:
-            return f"rows of {name} are not contiguous"
-        stepped = [strides[2], *([strides[1]] if heads > 1 else []), *([] if name == "q" else [strides[0]])]
-        if 0 in stepped:
-            return f"{name} is expanded: TMA does not step by 0"
-        if any(stride % 8 or not 0 < stride < 2**39 for stride in stepped):
-            return f"rows of {name} do not start at multiples of 16 bytes, or lie too far apart"
-    return None
-
-
-def mixed_config(problem: AttentionProblem, arch: int, kernel: str = MIXED_KERNEL) -> MixedConfig:
+def mixed_config(problem: AttentionProblem, arch: int) -> MixedConfig:
     """Return the tiles of few and of many rows.
 
     Neither the batch nor the longest of its sequences decides where ``batch_invariant`` promises the same bits.
@@ -139,20 +97,7 @@ def mixed_config(problem: AttentionProblem, arch: int, kernel: str = MIXED_KERNE
     if few_rows < longest <= _FEW_ROWS and not p.batch_invariant:
         few_rows = block_dim(longest)
     few, blocks = _few_tile(arch, max(64, columns), few_rows)
-    if kernel == MIXED_HOPPER_KERNEL:
-        hopper = ForwardConfig(_MANY_ROWS, _MANY_KEYS, 4 * (_MANY_ROWS // 64 + 1), 2)
-        return MixedConfig(few, hopper, blocks, longest > few.block_m, packs_many=False, ping_pong=p.head_dim <= 64)
     return MixedConfig(few, rows[0], blocks, longest > few.block_m)
-
-
-def many_group(problem: AttentionProblem, config: MixedConfig) -> int:
-    """Return the query heads of a tile of many rows."""
-    return problem.group if config.packs_many else 1
-
-
-def many_heads(problem: AttentionProblem, config: MixedConfig) -> int:
-    """Return how many tiles of many rows there are for the same queries."""
-    return problem.heads_kv if config.packs_many else problem.heads
 
 
 def _few_tile(arch: int, columns: int, rows: int) -> tuple[ForwardConfig, int]:
@@ -165,7 +110,7 @@ def _few_tile(arch: int, columns: int, rows: int) -> tuple[ForwardConfig, int]:
 def mixed_slots(problem: AttentionProblem, config: MixedConfig, sms: int) -> tuple[int, int]:
     """Return how many programs of few and of many rows there should be for one K/V head."""
     few = _FEW_ROUNDS * sms * config.few_blocks // problem.heads_kv
-    return max(1, few), max(1, sms // many_heads(problem, config))
+    return max(1, few), max(1, sms // problem.heads_kv)
 
 
 def most_steps(problem: AttentionProblem, config: ForwardConfig, group: int) -> int:
@@ -199,7 +144,7 @@ def most_splits(problem: AttentionProblem, config: MixedConfig) -> tuple[int, in
     """Return the most shares of a tile of few rows and of one of many."""
     steps = (
         most_steps(problem, config.few, problem.group),
-        most_steps(problem, config.many, many_group(problem, config)),
+        most_steps(problem, config.many, problem.group),
     )
     schedule = schedule_of(problem)
     if schedule == "even":
@@ -212,8 +157,7 @@ def most_splits(problem: AttentionProblem, config: MixedConfig) -> tuple[int, in
 def mixed_sizes(problem: AttentionProblem, config: MixedConfig, sms: int, tokens: int) -> MixedSizes:
     """Return the sizes of a call with ``tokens`` queries, whatever the lengths are."""
     p = problem
-    group = many_group(p, config)
-    rows, longest = tokens * group, p.seqlen_q * group
+    rows, longest = tokens * p.group, p.seqlen_q * p.group
     few_tiles = min(p.batch, tokens)
     many = min(p.batch, tokens * p.group // (config.few.block_m + 1)) if config.has_many else 0
     many_tiles = min(many * cdiv(longest, config.many.block_m), rows // config.many.block_m + many)
@@ -226,7 +170,7 @@ def mixed_sizes(problem: AttentionProblem, config: MixedConfig, sms: int, tokens
         slots = [min(count, cdiv(4 * wanted, 3)) for count, wanted in zip(slots, asked, strict=True)]
         items = [tiles + count for tiles, count in zip((few_tiles, many_tiles), slots, strict=True)]
     merges = min(few_tiles, slots[0] // 2) * cdiv(config.few.block_m, MERGE_ROWS)
-    merges += min(many_tiles, slots[1] // 2) * cdiv(config.many.block_m * (p.group // group), MERGE_ROWS)
+    merges += min(many_tiles, slots[1] // 2) * cdiv(config.many.block_m, MERGE_ROWS)
     return MixedSizes(items[0], items[1], merges, slots[0], slots[1])
 
 
@@ -256,10 +200,8 @@ def mixed_launches(problem: AttentionProblem, config: MixedConfig, sms: int, tok
         grid = (p.heads_kv * sizes.few_items, 1, 1)
         launches.append(PlannedLaunch("_mixed_kernel", grid, (32 * config.few.num_warps, 1, 1)))
     if sizes.many_items:
-        programs = many_heads(p, config) * sizes.many_items
-        grid = (programs if config.packs_many else min(programs, sms), 1, 1)
-        pattern = "_mixed_kernel" if config.packs_many else "_many_sm90_kernel"
-        launches.append(PlannedLaunch(pattern, grid, (32 * config.many.num_warps, 1, 1)))
+        grid = (p.heads_kv * sizes.many_items, 1, 1)
+        launches.append(PlannedLaunch("_mixed_kernel", grid, (32 * config.many.num_warps, 1, 1)))
     if sizes.merges:
         columns = cdiv(block_dim(p.head_dim_v), merge_columns(p))
         grid = (columns * p.heads_kv * sizes.merges, 1, 1)
@@ -269,16 +211,11 @@ def mixed_launches(problem: AttentionProblem, config: MixedConfig, sms: int, tok
     return tuple(launches)
 
 
-def mixed_plan(problem: AttentionProblem, gpu: GpuSpec, why: str, kernel: str = MIXED_KERNEL) -> Plan:
-    """Return how ``kernel`` serves ``problem``; launches are those of as many queries as the maxima allow."""
-    config = mixed_config(problem, gpu.arch, kernel)
+def mixed_plan(problem: AttentionProblem, gpu: GpuSpec, why: str) -> Plan:
+    """Return how ``mixed_triton`` serves ``problem``; launches are those of as many queries as the maxima allow."""
+    config = mixed_config(problem, gpu.arch)
     launches = mixed_launches(problem, config, gpu.sms, problem.batch * problem.seqlen_q)
-    return Plan(problem, gpu.name, gpu.arch, kernel, config, launches, f"{why}; {_reason(problem, config)}")
-
-
-def mixed_hopper_plan(problem: AttentionProblem, gpu: GpuSpec, why: str) -> Plan:
-    """Return how ``mixed_gluon_sm90`` serves ``problem``."""
-    return mixed_plan(problem, gpu, why, MIXED_HOPPER_KERNEL)
+    return Plan(problem, gpu.name, gpu.arch, MIXED_KERNEL, config, launches, f"{why}; {_reason(problem, config)}")
 
 
 def _reason(problem: AttentionProblem, config: MixedConfig) -> str:

@@ -6,7 +6,6 @@ from typing import Any
 
 from ...gpu.signature import (
     Argument,
-    Descriptor,
     Pointer,
     PreparedKernel,
     Scalar,
@@ -14,7 +13,6 @@ from ...gpu.signature import (
     prepare_kernel,
     scalars,
 )
-from ..forward.plan_sm90 import HOPPER_REGISTERS, HOPPER_ROWS
 from ..forward.prepare import (
     MAX_REGISTERS,
     alignment,
@@ -24,11 +22,10 @@ from ..forward.prepare import (
     row_strides,
     strides_of,
 )
-from ..kernel_arguments import ForwardCall, ManyCall, ManyTile, MixedTile, MixedTiles, WorkQuotas
+from ..kernel_arguments import ForwardCall, MixedTile, MixedTiles, WorkQuotas
 from ..problem import LOG2_E, AttentionProblem
 from ..tiles import ForwardConfig, MixedConfig, Plan, block_dim, cdiv
 from .attend_triton import _merge_mixed_kernel, _mixed_kernel
-from .many_gluon_sm90 import _many_sm90_kernel
 from .plan import (
     MERGE_ROWS,
     MERGE_SPLITS,
@@ -38,8 +35,6 @@ from .plan import (
     MixedSizes,
     fixed_steps,
     least_steps,
-    many_group,
-    many_heads,
     merge_columns,
     mixed_launches,
     mixed_sizes,
@@ -51,11 +46,9 @@ from .plan import (
 )
 from .work_triton import _plan_work_kernel
 
-PART_COLUMNS = 64  # of a box that TMA copies
 
-
-def prepare_mixed(plan: Plan, sms: int, tokens: int, pages: int = 1) -> tuple[PreparedKernel, ...]:
-    """Return the kernels of a call with ``tokens`` queries and ``pages`` in the caches, in the order of launches."""
+def prepare_mixed(plan: Plan, sms: int, tokens: int) -> tuple[PreparedKernel, ...]:
+    """Return the kernels of a call with ``tokens`` queries, in the order of launches."""
     config = plan.config
     assert isinstance(config, MixedConfig)
     sizes = mixed_sizes(plan.problem, config, sms, round_tokens(tokens))
@@ -68,9 +61,6 @@ def prepare_mixed(plan: Plan, sms: int, tokens: int, pages: int = 1) -> tuple[Pr
             field, tile = next(tiles)
             first_part = part_rows(plan.problem, config, sizes)[0] if field else 0
             kernels.append(_attend(plan, tile, field, first_part, launch.grid))
-        elif launch.pattern == "_many_sm90_kernel":
-            first_part = part_rows(plan.problem, config, sizes)[0]
-            kernels.append(_many_hopper(plan, config, first_part, (tokens, pages), launch.grid))
         else:
             kernels.append(_merge(plan, config, sizes, launch.grid))
     return tuple(kernels)
@@ -79,13 +69,12 @@ def prepare_mixed(plan: Plan, sms: int, tokens: int, pages: int = 1) -> tuple[Pr
 def part_rows(problem: AttentionProblem, config: MixedConfig, sizes: MixedSizes) -> tuple[int, int]:
     """Return the rows of partial results of tiles of few rows, and of those of many."""
     few, many = sizes.few_slots * config.few.block_m, sizes.many_slots * config.many.block_m
-    return problem.heads_kv * few, many_heads(problem, config) * many
+    return problem.heads_kv * few, problem.heads_kv * many
 
 
 def _tiles(problem: AttentionProblem, config: MixedConfig) -> MixedTiles:
     return MixedTiles(
         GROUP=problem.group,
-        MANY_GROUP=many_group(problem, config),
         FEW_ROWS=config.few.block_m,
         FEW_KEYS=config.few.block_n,
         MANY_ROWS=config.many.block_m,
@@ -135,7 +124,7 @@ def _work(plan: Plan, config: MixedConfig, sms: int, grid: tuple[int, int, int])
     else:
         quotas["fixed_steps"] = fixed_steps(config.few)
     quotas["few_most"], quotas["many_most"] = most_splits(p, config)
-    rows = p.seqlen_q * many_group(p, config)
+    rows = p.seqlen_q * p.group
     quotas["most_tiles"] = cdiv(rows, config.many.block_m) if config.has_many else 0
     window, constants = _window(p)
     pointers = {name: value for name, value in optional_pointers(p).items() if name.startswith("sequences.")}
@@ -207,58 +196,6 @@ def _attend(
         _mixed_kernel, arguments, constants, num_warps=tile.num_warps, num_stages=tile.num_stages,
         max_registers=MAX_REGISTERS, dependent_launch=plan.arch >= 90,
     )  # fmt: skip
-    return prepare_kernel(source, grid, arguments)
-
-
-def _many_hopper(
-    plan: Plan, config: MixedConfig, first_part: int, sizes: tuple[int, int], grid: tuple[int, int, int]
-) -> PreparedKernel:
-    p, (tokens, pages), tile = plan.problem, sizes, config.many
-    left, right = p.window
-    box = 1, 1, min(p.page_size, tile.block_n), PART_COLUMNS
-    caches = pages, p.heads_kv, p.page_size
-    q_shape, o_shape = (1, p.heads, tokens, p.head_dim), (1, p.heads, tokens, p.head_dim_v)
-    row = 1, 1, HOPPER_ROWS
-    arguments: dict[str, Argument] = {
-        "q_desc": Descriptor(p.dtype, (*row, PART_COLUMNS), q_shape, p.q_strides, "q"),
-        "k_desc": Descriptor(p.dtype, box, (*caches, p.head_dim), p.k_strides, "k"),
-        "v_desc": Descriptor(p.dtype, box, (*caches, p.head_dim_v), p.v_strides, "v"),
-        "o_desc": Descriptor(p.dtype, (*row, p.head_dim_v), o_shape, p.output_strides, "o"),
-        "lse_ptr": Pointer("fp32", aligned=True),
-        "sinks_ptr": Pointer(p.sinks) if p.sinks else None,
-        "o_ptr": Pointer(p.dtype, aligned=True),
-        "o_part_ptr": Pointer("fp32", "o_part", aligned=True),
-        "sums_part_ptr": Pointer("fp32", "sums_part", aligned=True),
-        "records_ptr": Pointer("i32"),
-        "page_table_ptr": Pointer("i32"),
-        "counter_ptr": Pointer("i32"),
-        "stride_table_b": Scalar("i64", p.table_stride),
-        **scalars("i32", batch=p.batch, heads=p.heads, first_part=first_part),
-        **scalars("i32", window_left=max(left, 0), window_right=max(right, 0)),
-        "scale_log2": Scalar("fp32", p.softcap * LOG2_E if p.softcap else p.scale_log2),
-        "cap_scale": Scalar("fp32", p.scale / p.softcap if p.softcap else 0.0),
-    }
-    constants = {
-        "CALL": ManyCall(
-            GROUP=p.group,
-            PAGE_SIZE=p.page_size,
-            HAS_SEQUSED_Q="q" in p.seqused,
-            HAS_SOFTCAP=p.softcap > 0,
-            BOUND_LEFT=p.bounded_left,
-            BOUND_RIGHT=p.bounded_right,
-            STORE_LSE=p.return_lse,
-            D=p.head_dim,
-            DV=p.head_dim_v,
-        ),
-        "TILE": ManyTile(
-            WARPGROUPS=tile.block_m // HOPPER_ROWS,
-            BLOCK_N=tile.block_n,
-            STAGES=tile.num_stages,
-            PING_PONG=config.ping_pong,
-            REGISTERS=HOPPER_REGISTERS[tile.block_m // HOPPER_ROWS],
-        ),
-    }
-    source = kernel_source(_many_sm90_kernel, arguments, constants, num_warps=4, dependent_launch=True)
     return prepare_kernel(source, grid, arguments)
 
 

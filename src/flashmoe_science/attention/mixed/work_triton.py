@@ -52,11 +52,11 @@ def _work_of(place, keys, window, quotas, TILES: tl.constexpr):
     """
     rows = place * TILES.GROUP
     few = rows <= TILES.FEW_ROWS
-    many = tl.minimum(tl.cdiv(place * TILES.MANY_GROUP, TILES.MANY_ROWS), quotas.most_tiles)
+    many = tl.minimum(tl.cdiv(rows, TILES.MANY_ROWS), quotas.most_tiles)
     tiles = tl.where(few, tl.minimum(rows, 1), many)
     steps = tl.where(
         few, _most_steps(keys, window, TILES, TILES.GROUP, TILES.FEW_ROWS, TILES.FEW_KEYS),
-        _most_steps(keys, window, TILES, TILES.MANY_GROUP, TILES.MANY_ROWS, TILES.MANY_KEYS),
+        _most_steps(keys, window, TILES, TILES.GROUP, TILES.MANY_ROWS, TILES.MANY_KEYS),
     )  # fmt: skip
     return few, tiles, steps
 
@@ -79,9 +79,7 @@ def _split(few, steps, few_quota, many_quota, quotas, TILES: tl.constexpr):
 @triton.jit
 def _merges(place, few, tiles, splits, TILES: tl.constexpr):
     """Return how many programs merge the shares of one K/V head."""
-    rows = tl.minimum(
-        place * TILES.GROUP, tiles * tl.where(few, TILES.FEW_ROWS, TILES.MANY_ROWS * (TILES.GROUP // TILES.MANY_GROUP))
-    )
+    rows = tl.minimum(place * TILES.GROUP, tiles * tl.where(few, TILES.FEW_ROWS, TILES.MANY_ROWS))
     return tl.where(splits > 1, tl.cdiv(rows, TILES.MERGE_ROWS), 0)
 
 

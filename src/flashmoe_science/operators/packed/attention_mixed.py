@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ...attention.mixed.plan import MIXED_HOPPER_KERNEL, MIXED_KERNEL, mixed_launches
+from ...attention.mixed.plan import MIXED_KERNEL, mixed_launches
 from ...attention.tiles import MixedConfig, Plan
 from ...attention.varlen import flash_attention_varlen
 from ...errors import InputError
@@ -27,11 +27,10 @@ if TYPE_CHECKING:
 
 flash_attention_paged = functools.partial(flash_attention_varlen, kernel="auto")
 paged_mixed_triton = functools.partial(flash_attention_varlen, kernel=MIXED_KERNEL)
-paged_mixed_gluon_sm90 = functools.partial(flash_attention_varlen, kernel=MIXED_HOPPER_KERNEL)
 paged_forward_triton = functools.partial(flash_attention_varlen, kernel="forward_triton")
 
 
-_MULTIPLYING = ("_mixed_kernel", "_many_sm90_kernel", "_forward_kernel")
+_MULTIPLYING = ("_mixed_kernel", "_forward_kernel")
 
 
 class MixedOperator(VarlenOperator):
@@ -45,7 +44,6 @@ class MixedOperator(VarlenOperator):
     kernels = {
         "flash_attention_paged": "auto",
         "paged_mixed_triton": MIXED_KERNEL,
-        "paged_mixed_gluon_sm90": MIXED_HOPPER_KERNEL,
         "paged_forward_triton": "forward_triton",
     }
     public_module = ""
@@ -143,7 +141,7 @@ class MixedOperator(VarlenOperator):
         plan = self.plan(subject, problem, gpu)
         if not isinstance(plan.config, MixedConfig):
             return self.prepare(plan)
-        return prepare_mixed(plan, gpu.sms, problem.tokens[0], sum(pages_of(problem)))
+        return prepare_mixed(plan, gpu.sms, problem.tokens[0])
 
     def _compiled(self, subject: str, problem: VarlenProblem, gpu: GpuSpec) -> Iterator[tuple[PlannedLaunch, str, Any]]:
         """Yield each launch of the plan, its kernel's name, and the kernel as Triton compiled it."""
