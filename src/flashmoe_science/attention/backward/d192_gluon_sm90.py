@@ -50,15 +50,13 @@ from .primitives_sm90 import (
     make_slopes,
     make_span,
     place_of,
-    probabilities,
     query_tile,
-    row_numbers,
     store_rows,
-    unpack_wide,
     wait_until_read,
     walk_query_tiles,
     write_partition,
 )
+from .scores_primitives_sm90 import probabilities, row_numbers, unpack_wide
 
 ROWS = gl.constexpr(64)  # keys of one warpgroup, and query rows of a step
 FIRST = gl.constexpr(128)  # columns of Q, K, dK and dQ in a first part

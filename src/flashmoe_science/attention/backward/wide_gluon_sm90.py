@@ -49,15 +49,13 @@ from .primitives_sm90 import (
     make_slopes,
     make_span,
     place_of,
-    probabilities,
     query_tile,
-    row_numbers,
     store_rows,
-    unpack_wide,
     wait_until_read,
     walk_query_tiles,
     write_partition,
 )
+from .scores_primitives_sm90 import probabilities, row_numbers, unpack_wide
 
 KEYS = gl.constexpr(64)  # of a program
 ROWS = gl.constexpr(64)  # query rows of a step
