@@ -127,6 +127,7 @@ def test_it_is_chosen_where_it_serves(name):
         ((64, 64), {"packed": True}, "packed, with ALiBi and heads of this size, it was not run yet"),
         ((256, 256), {"packed": True}, "packed, with ALiBi and heads of this size, it was not run yet"),
         ((64, 64), {"causal": False, "window": (9, 9)}, "it was not run with heads of this size yet"),
+        ((104, 40), {}, "with ALiBi it was not run with head sizes 104 and 40 yet"),
         ((64, 64), {"causal": False}, ""),
         ((128, 128), {"packed": True}, ""),
         ((192, 128), {"packed": True}, ""),
