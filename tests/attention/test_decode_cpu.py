@@ -6,7 +6,6 @@ import dataclasses
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from flashmoe_science.attention.decode import reference as cache_reference
 from ..exhaustive import all_but
 from .cache_cases import CACHE_CASES, EMPTY_CACHE_CASES, CacheCase, Tensors, make_tensors
 from .cache_checks import assert_cache_right, call, clone
+from .test_decode_refused_cpu import PLAIN
 
 TOO_MUCH = "append-too-much"  # is refused by who reads lengths; kernels keep to the cache
 SERVED = [case for case in CACHE_CASES if case.why != TOO_MUCH]
@@ -110,14 +110,6 @@ def test_one_length_for_all_leaves_room_for_what_is_appended(page_size, most):
     assert call(tensors, cache_seqlens=69)[0].shape == (2, 4, 1, 32)
 
 
-@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache"])
-def test_what_no_call_can_do_without(name):
-    given: dict[str, Any] = {**make_tensors(PLAIN), name: None}
-    for function in (flash_attention_with_kv_cache, explain_with_kv_cache):
-        with pytest.raises(InputError, match=f"{name} must be a torch.Tensor, got NoneType"):
-            function(**given)
-
-
 def test_numbers_of_numpy_and_windows_in_lists():
     """What ``flash_attention`` takes is taken here."""
     tensors = make_tensors(PLAIN)
@@ -127,224 +119,12 @@ def test_numbers_of_numpy_and_windows_in_lists():
     assert explain_with_kv_cache(**tensors, window=[7, 0]).problem.window == (7, -1)
 
 
-Change = Callable[[Tensors], dict[str, Any]]
-
-
-def changed(name: str, change: Callable[[Any], Any]) -> Change:
-    return lambda tensors: {**tensors, name: change(tensors.get(name))}
-
-
-PAGED = CacheCase("paged", lengths=(37, 5), new=1, page_size=16, rotary_dim=16)
-PLAIN = CacheCase("plain", lengths=(37, 5))
-BAD: dict[str, tuple[CacheCase, Change, str]] = {
-    "rank of q": (PLAIN, changed("q", lambda t: t[0]), r"q must have 4 dimensions .* got shape \[4, 1, 32\]"),
-    "dtype of the cache": (
-        PLAIN,
-        changed("k_cache", torch.Tensor.float),
-        r"k_cache must be the dtype of q, torch.float16, got torch.float32",
-    ),
-    "dtype of q": (PLAIN, changed("q", torch.Tensor.int), r"q must be float16, bfloat16 or float32, got torch.int32"),
-    "columns of k_cache": (PLAIN, changed("k_cache", lambda t: t[..., :16]), r"k_cache must have shape .* 32\], got"),
-    "positions of v_cache": (PLAIN, changed("v_cache", lambda t: t[:, :9]), r"v_cache must have shape \[pages or B"),
-    "rows of the cache": (
-        PLAIN,
-        lambda t: {**t, "k_cache": t["k_cache"][:1], "v_cache": t["v_cache"][:1]},
-        r"k_cache must have one row for each of 2 sequences, got 1(.|\n)*cache_batch_idx",
-    ),
-    "columns that are apart": (
-        PLAIN,
-        changed("q", lambda t: torch.cat([t, t], -1)[..., ::2]),
-        r"q must be contiguous along its last axis, got strides",
-    ),
-    "dtype of lengths": (
-        PLAIN,
-        changed("cache_seqlens", torch.Tensor.long),
-        r"cache_seqlens must be int32, got torch.int64",
-    ),
-    "number of lengths": (
-        PLAIN,
-        changed("cache_seqlens", lambda t: t[:1]),
-        r"cache_seqlens must have shape \[B\] = \[2\], got \[1\]",
-    ),
-    "page table": (
-        PAGED,
-        changed("page_table", lambda t: t[0]),
-        r"page_table must have shape \[B, P\] = \[2, P\], got \[5\]",
-    ),
-    "table and rows": (
-        PAGED,
-        changed("cache_batch_idx", lambda _: torch.zeros(2, dtype=torch.int32)),
-        r"cache_batch_idx must be None with a page_table",
-    ),
-    "k alone": (PAGED, changed("v", lambda _: None), r"k and v must be given both or neither, got k alone"),
-    "k nowhere": (
-        PAGED,
-        changed("cache_seqlens", lambda _: None),
-        r"cache_seqlens must say where k and v are appended",
-    ),
-    "shape of k": (
-        PAGED,
-        changed("k", lambda t: t[:, :1]),
-        r"k must have shape \[B, HK, Sn, D\] = \[2, 2, 1, 32\].*\nhint: caches are \[B or pages, positions, HK, D\]",
-    ),
-    "cos alone": (PAGED, changed("rotary_sin", lambda _: None), r"rotary_cos and rotary_sin must be given both"),
-    "rotation of nothing": (PAGED, lambda t: {**t, "k": None, "v": None}, r"rotary_cos needs new keys k"),
-    "too many columns": (
-        PAGED,
-        changed("rotary_cos", lambda t: t.repeat(1, 3)),
-        r"R from 2 to D = 32, got \[71, 24\]",
-    ),
-    "dtype of cos": (PAGED, changed("rotary_cos", torch.Tensor.bfloat16), r"rotary_cos must have the dtype of q"),
-    "sinks": (PLAIN, changed("sinks", lambda _: torch.zeros(3)), r"sinks must have shape \[4\], got \[3\]"),
-    "slopes": (
-        PLAIN,
-        changed("alibi", lambda _: torch.zeros(3)),
-        r"alibi must have shape \[4\] or \[2, 4\], got \[3\]",
-    ),
-    "positions of the bias": (
-        PAGED,
-        changed("bias", lambda _: torch.zeros(1, 1, 1, 38)),
-        r"bias must have shape \[B or 1, H or 1, Sq, positions\] = \[2 or 1, 4 or 1, 1, 80\], got \[1, 1, 1, 38\]",
-    ),
-    "heads of the bias": (
-        PLAIN,
-        changed("bias", lambda _: torch.zeros(1, 2, 1, 70)),
-        r"bias must have shape .* = \[2 or 1, 4 or 1, 1, 70\], got \[1, 2, 1, 70\]",
-    ),
-    "dtype of the bias": (
-        PLAIN,
-        changed("bias", lambda _: torch.ones(1, 1, 1, 70, dtype=torch.bool)),
-        r"bias must be float16, bfloat16 or float32, got torch.bool",
-    ),
-    "device": (PLAIN, changed("k_cache", lambda t: t.to("meta")), r"k_cache must be on the device of q, cpu, got meta"),
-    "no tensor": (PLAIN, changed("k_cache", lambda _: [1.0]), r"k_cache must be a torch.Tensor, got list"),
-    "written and shared": (
-        PAGED,
-        lambda t: {**t, "v_cache": t["k_cache"]},
-        r"v_cache must have memory of its own, as k and v are written to it, got columns of k_cache",
-    ),
-    "written and expanded": (
-        PAGED,
-        changed("k_cache", lambda t: t[:1].expand_as(t)),
-        r"k_cache must not be expanded, as k and v are written to it",
-    ),
-}
-OPTIONS: dict[str, tuple[dict[str, object], str]] = {
-    "causal": ({"causal": 1}, r"causal must be True or False, got 1"),
-    "window": ({"window": (1,)}, r"window must be two integers \(left, right\)"),
-    "window below": ({"window": (-2, 0)}, r"window must be two integers .* got \(-2, 0\)"),
-    "softcap": ({"softcap": -1.0}, r"softcap must be 0 \(none\) or more, .* got -1.0"),
-    "scale": ({"softmax_scale": float("nan")}, r"softmax_scale must be finite"),
-    "splits": ({"num_splits": 1000}, r"num_splits must be 0 \(the plan chooses\) to 256, got 1000"),
-    "splits of what": ({"num_splits": True}, r"num_splits must be an integer, got True"),
-    "kernel of what": ({"kernel": ["decode_triton"]}, r"kernel must be the name of a kernel, got \['decode_triton'\]"),
-    "kernel": ({"kernel": "fast"}, r"auto or one of decode_gluon_sm90, decode_triton, reference, got 'fast'"),
-}
-
-
-@pytest.mark.parametrize("why", BAD)
-def test_bad_tensors_are_refused_and_nothing_is_written(why):
-    case, change, message = BAD[why]
-    tensors = make_tensors(case)
-    given = change(tensors)
-    before = clone(tensors)
-    with pytest.raises(InputError, match=message):
-        call({name: tensor for name, tensor in given.items() if tensor is not None})
-    for name in ("k_cache", "v_cache"):
-        torch.testing.assert_close(tensors[name], before[name], rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("why", OPTIONS)
-def test_bad_options_are_refused_and_nothing_is_written(why):
-    options, message = OPTIONS[why]
-    tensors = make_tensors(PAGED)
-    before = clone(tensors)
-    with pytest.raises(InputError, match=message):
-        call(tensors, **options)
-    assert torch.equal(tensors["k_cache"].isnan(), before["k_cache"].isnan())
-
-
-VALUES: dict[str, tuple[CacheCase, str, tuple[Any, int], str]] = {
-    "length": (PAGED, "cache_seqlens", (1, 80), r"cache_seqlens\[1\] must be from 0 to 79 \(80 positions less 1 new"),
-    "negative": (PLAIN, "cache_seqlens", (1, -1), r"cache_seqlens\[1\] must be from 0 to .*, got -1"),
-    "page": (PAGED, "page_table", ((0, 2), 13), r"page_table\[0, 2\] must be from 0 to 12, got 13"),
-    "no page": (PAGED, "page_table", ((1, 0), -1), r"page_table\[1, 0\] must be from 0 to 12, got -1"),
-    "padding": (
-        dataclasses.replace(PLAIN, padding=(0, 0)), "leftpad_k", (1, 6), r"leftpad_k\[1\] must be .* length 5, got 6",
-    ),
-    "row": (dataclasses.replace(PLAIN, rows=(0, 1)), "cache_batch_idx", (0, 2), r"cache_batch_idx\[0\] .* to 1, got 2"),
-    "one row twice": (
-        dataclasses.replace(PLAIN, rows=(0, 1), new=1), "cache_batch_idx", (0, 1), r"a row once .* got \[1, 1\]",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("why", VALUES)
-def test_values_are_checked_where_the_environment_asks_for_it(why, monkeypatch):
-    case, name, (place, value), message = VALUES[why]
-    tensors = make_tensors(case)
-    monkeypatch.setenv("FLASHMOE_CHECK", "1")
-    call(clone(tensors))  # right as it is, with table entries behind the last key that are no pages
-    tensors[name][place] = value
-    before = clone(tensors)
-    with pytest.raises(InputError, match=message):
-        call(tensors)
-    assert torch.equal(tensors["k_cache"].isnan(), before["k_cache"].isnan()), "nothing was written"
-
-
-PLACES = ("length", "negative", "page", "no page", "row")
-
-
-@pytest.mark.parametrize("why", PLACES)
-def test_lengths_pages_and_rows_of_cpu_tensors_always_are_checked(why):
-    """Torch would take -1 for the last page, and raise for others after it wrote the keys of the sequences before."""
-    case, name, (place, value), message = VALUES[why]
-    tensors = make_tensors(dataclasses.replace(case, new=1))
-    tensors[name][place] = value
-    before = clone(tensors)
-    with pytest.raises(InputError, match=message):
-        call(tensors)
-    for cache in ("k_cache", "v_cache"):
-        torch.testing.assert_close(tensors[cache], before[cache], rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("why", ["window-pages-gone", "window-small-pages-gone", "leftpad-paged"])
-def test_pages_that_are_not_read_are_not_checked(why, monkeypatch):
-    """Those before a window or padding may be gone; the first one that is read may not."""
-    case = next(case for case in CACHE_CASES if case.why == why)
-    tensors = make_tensors(case)
-    monkeypatch.setenv("FLASHMOE_CHECK", "1")
-    assert_cache_right(case, clone(tensors))
-    first = (case.gone or case.padding)[0] // case.page_size
-    assert first > 0
-    tensors["page_table"][0, first] = -1
-    with pytest.raises(InputError, match=rf"page_table\[0, {first}\] must be from 0 to .*, got -1"):
-        call(tensors, **case.options)
-
-
-def test_the_page_of_a_sequence_that_padding_hides_is_not_checked():
-    """It ends inside the page, of which nothing is read."""
-    tensors = make_tensors(CacheCase("hidden", lengths=(5,), padding=(5,), page_size=4))
-    tensors["page_table"][0, 1] = -1
-    o, lse = call(tensors)
-    assert not o.any()
-    assert (lse == -torch.inf).all()
-
-
 def test_new_keys_are_written_where_no_window_reaches():
     """So their pages are checked."""
     tensors = make_tensors(CacheCase("new", lengths=(37,), new=20, page_size=4))
     tensors["page_table"][0, 37 // 4] = -1
     with pytest.raises(InputError, match=rf"page_table\[0, {37 // 4}\] must be"):
         call(tensors, window=(3, -1))
-
-
-def test_rotary_positions_are_checked(monkeypatch):
-    tensors = make_tensors(PAGED)
-    tensors["rotary_cos"], tensors["rotary_sin"] = tensors["rotary_cos"][:37], tensors["rotary_sin"][:37]
-    monkeypatch.setenv("FLASHMOE_CHECK", "1")
-    with pytest.raises(InputError, match="rotary_cos must have a row for position 37 of sequence 0, got 37 rows"):
-        call(tensors)
 
 
 def test_more_queries_than_new_keys_need_rows_for_their_positions(monkeypatch):
@@ -446,23 +226,6 @@ def test_values_that_are_columns_of_the_keys_are_known_by_their_memory():
     torch.testing.assert_close(call(copy)[0], torch.ones_like(expected))
 
 
-@pytest.mark.parametrize("other", ["k_cache", "v_cache"])
-@pytest.mark.parametrize("name", ["k", "v"])
-def test_new_keys_lie_in_no_cache(name, other):
-    """They would be overwritten before they are read; torch refuses such a copy too."""
-    caches: dict[str, Any] = {"k_cache": torch.randn(1, 9, 2, 8), "v_cache": torch.randn(1, 9, 2, 8)}
-    before = {each: cache.clone() for each, cache in caches.items()}
-    new: dict[str, Any] = {each: torch.randn(1, 2, 3, 8) for each in ("k", "v")}
-    new[name] = caches[other][:, 4:7].transpose(1, 2)
-    with pytest.raises(InputError, match=f"^{name} must have memory of its own, got some of {other}"):
-        flash_attention_with_kv_cache(torch.randn(1, 4, 3, 8), **caches, **new, cache_seqlens=5)
-    assert all(torch.equal(caches[each], before[each]) for each in caches)
-    beside = torch.randn(1, 12, 2, 8)  # a buffer that has a cache and what comes next
-    caches[other] = beside[:, :9]
-    new[name] = beside[:, 9:].transpose(1, 2)
-    flash_attention_with_kv_cache(torch.randn(1, 4, 3, 8), **caches, **new, cache_seqlens=5)
-
-
 def test_a_bias_is_that_of_attention():
     """The most negative number hides a key behind all others; where all have it, they are equal."""
     case = CacheCase("bias", lengths=(40, 40), capacity=40, heads=4, heads_kv=4, seqlen_q=2, dtype="fp32", full=True)
@@ -555,18 +318,6 @@ NOT_FINITE = [
     CacheCase(f"not-finite-bias-{dtype}", lengths=(50, 11), seqlen_q=3, bias=dtype, options={"num_splits": splits})
     for dtype, splits in (("fp32", 2), ("bf16", 1))
 ]
-
-
-@pytest.mark.parametrize("left", [0, 3])
-def test_pages_before_the_window_need_not_be_there(left):
-    """One query at position 11 with pages of 4 keys: it sees keys of page 2 alone."""
-    q, k, v = torch.randn(1, 2, 1, 8), torch.randn(3, 4, 2, 8), torch.randn(3, 4, 2, 8)
-    options: dict[str, Any] = {"cache_seqlens": torch.tensor([12], dtype=torch.int32), "window": (left, -1)}
-    gone, all_there = torch.tensor([[-1, 9, 2]], dtype=torch.int32), torch.tensor([[0, 1, 2]], dtype=torch.int32)
-    found = flash_attention_with_kv_cache(q, k, v, page_table=gone, **options)
-    torch.testing.assert_close(found, flash_attention_with_kv_cache(q, k, v, page_table=all_there, **options))
-    with pytest.raises(InputError, match=r"page_table\[0, 1\] must be from 0 to 2, got 9"):
-        flash_attention_with_kv_cache(q, k, v, page_table=gone, **{**options, "window": (4, -1)})
 
 
 # Keys appended and rotated, features, a bias, fp32, keys split and merged, many rows of a page, values in the keys.

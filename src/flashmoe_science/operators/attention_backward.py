@@ -37,7 +37,7 @@ from .error_scale import Scale
 OUTPUTS = ("dq", "dk", "dv")
 _INPUTS = ("q", "k", "v", "do")
 # Local memory a thread that a kernel may use outside of its loops, where tests/attention/test_backward_tables.py sees
-# to it that none of their time goes; of the one of 192 columns test_backward_sm90.py, which allows some loads.
+# to it that none of their time goes; of the one of 192 columns test_backward_compiled_sm90.py, which allows some loads.
 _SPILL_BYTES = {
     "_backward_kv_kernel": 512, "_backward_q_kernel": 512, "_backward_192_sm90_kernel": 80, "_backward_sm90_kernel": 40,
     **FORWARD_SPILL_BYTES,
