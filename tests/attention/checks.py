@@ -267,9 +267,10 @@ def assert_gradients_right(found, q, k, v, do, dlse=None, *, name="", **options)
             budget = sinks_budget(q, k, v, do, **options)
         else:
             budget = OPERATOR.error_budget(plain[what], low[what])
-        # Where dlse makes it larger. With a softcap P times its derivative is rounded, too.
-        roundings = 1.25 if options.get("softcap") else 1.0
-        budget += roundings * torch.finfo(gradient.dtype).eps * exact[what].abs().max().item()
+        # Where dlse makes it larger: dS and the gradient are rounded, by half of eps each. With a softcap P times its
+        # derivative is rounded before: that of one key is 1 without it.
+        roundings = 3 if options.get("softcap") else 2
+        budget += roundings / 2 * torch.finfo(gradient.dtype).eps * exact[what].abs().max().item()
         # A row that sees one key has gradients of 0, the difference of dP and delta: two sums of DV products in fp32.
         budget += 1e-5
         error = (gradient.double() - exact[what]).abs().max().item()

@@ -140,6 +140,14 @@ def test_gradients_of_alibi_in_groups(head_dim, group):
     check_gradients(case, kernel="backward_gluon_sm90")
 
 
+@pytest.mark.parametrize("pair", [(300, 700), (1024, 1024)], ids=str)
+@pytest.mark.parametrize("dims", [(72, 40), (40, 104), (96, 96), (200, 72), (160, 160)], ids=str)
+def test_gradients_of_alibi_at_other_sizes(dims, pair):
+    """Columns that TMA fills in, and the wide kernel with values of 128 columns."""
+    case = FeatureCase(2, 6, 2, pair[0], pair[1], dims[0], dims[1], "bf16", True, "alibi", alibi="fp32")
+    check_gradients(case, kernel="backward_gluon_sm90", through_lse=True)
+
+
 @pytest.mark.parametrize("asked", ["q", "k", "v", "kv"])
 def test_some_of_the_gradients(asked):
     """The kernel makes all three; those that were not asked for are dropped, and the others have the same bits."""

@@ -131,7 +131,7 @@ def test_features_are_served_and_have_the_call_without_them_beside():
         assert OPERATOR.refusal("flash_attention_backward", problem, "H100") is None
         assert BASELINES["without-features"].refusal(problem) is None
         assert BASELINES["sdpa-cudnn"].refusal(problem) is not None
-    grouped: list[Any] = [case.problem for case in load_suite("grouped-backward").cases]
+    grouped: list[Any] = [case.problem for name in ("grouped", "long") for case in load_suite(f"{name}-backward").cases]
     assert {case.forward.group for case in grouped} == {4, 5, 6, 7, 8, 16}
     assert all(BASELINES["fa4"].refusal(case) is None for case in grouped)
     assert BASELINES["without-features"].refusal(grouped[0]) == "the case has no features"
