@@ -355,9 +355,9 @@ def check_flag(name: str, flag: object) -> None:
 
 
 def check_splits(num_splits: object, batch_invariant: object) -> None:
-    """Raise ``InputError`` unless they are an integer, and True or False."""
+    """Raise ``InputError`` unless they are a number of splits, and True or False."""
     check_flag("batch_invariant", batch_invariant)
-    if type(num_splits) is not int:
+    if type(num_splits) is not int or abs(num_splits) >= 2**31:
         raise InputError(f"num_splits must be an integer from 0 to {MAX_SPLITS}, got {shown(num_splits)}")
 
 

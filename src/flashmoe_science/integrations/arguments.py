@@ -20,7 +20,7 @@ from ..attention.inputs import DTYPE_NAMES, check_flag
 from ..attention.problem import LARGEST_SCALE
 from ..errors import InputError, UnsupportedError, shown
 from ..gpu.checks import check_dense, check_storages, check_tensor as check_kind
-from ..gpu.subclasses import PLAIN_OR_NONE
+from ..gpu.subclasses import PLAIN_OR_NONE, has_own_meaning
 
 _is_compiling = torch.compiler.is_compiling
 _FLOATS = "float16, bfloat16 or float32"
@@ -63,7 +63,14 @@ def plain(value: Any) -> Any:
     """Return the number that a scalar of numpy or torch holds, which waits for a GPU; another value as it is."""
     if type(value) in (int, float, bool):  # also a symbol, of which Dynamo knows no attribute
         return value
-    return value.item() if getattr(value, "ndim", None) == 0 else value
+    return value.item() if _axes(value) == 0 else value
+
+
+def _axes(value: Any) -> int | None:
+    """Return how many axes a tensor or an array has; of a class with a meaning of its own, even a look may raise."""
+    if isinstance(value, Tensor) and has_own_meaning(type(value)):
+        return None
+    return getattr(value, "ndim", None)
 
 
 def as_flag(name: str, value: Any) -> bool:
@@ -76,7 +83,7 @@ def as_flag(name: str, value: Any) -> bool:
 
 def as_window(name: str, value: Any) -> tuple[int, int]:
     """Return a pair of bounds, where any negative number is none. Raises ``InputError``."""
-    sizes = value.tolist() if getattr(value, "ndim", None) == 1 else value
+    sizes = value.tolist() if _axes(value) == 1 else value
     sizes = [*map(plain, sizes)] if isinstance(sizes, (tuple, list)) else []
     if len(sizes) != 2 or not all(type(size) is int and size < 2**63 for size in sizes):
         raise InputError(f"{name} must be two integers (left, right), negative for no bound, got {shown(value)}")
@@ -398,6 +405,13 @@ def refuse_given(**options: object) -> None:
         if value is not None:
             said = "a tensor" if isinstance(value, Tensor) else shown(value)
             raise UnsupportedError(f"{name} is not served, got {said}")
+
+
+def require_usual(usual: int, **options: object) -> None:
+    """Raise ``UnsupportedError`` for an option that is given with another value than the one that is served."""
+    for name, value in options.items():
+        number = plain(value)
+        refuse_given(**{name: None if isinstance(number, (int, float)) and number == usual else number})
 
 
 def write_out(out: Any, found: Any) -> Any:

@@ -34,6 +34,7 @@ from .arguments import (
     forward_only,
     plain,
     refuse_given,
+    require_usual,
     write_out,
 )
 
@@ -247,7 +248,7 @@ def _check_tuning(
     attention_chunk: object, num_splits: object, pack_gqa: object, deterministic: object, sm_margin: object
 ) -> None:
     """Check what changes nothing here, and refuse what would change something."""
-    refuse_given(attention_chunk=plain(attention_chunk) or None, sm_margin=plain(sm_margin) or None)
+    require_usual(0, attention_chunk=attention_chunk, sm_margin=sm_margin)
     check_count("num_splits", plain(num_splits))
     as_flag("pack_gqa", pack_gqa)
     as_flag("deterministic", deterministic)

@@ -30,6 +30,7 @@ from .arguments import (
     forward_only,
     plain,
     refuse_given,
+    require_usual,
     write_out,
 )
 
@@ -83,7 +84,8 @@ def flash_attn_varlen_func(
         ``[H, Tq]`` fp32.
     """
     refuse_given(q_v=q_v, cp_tot_seqused_k=cp_tot_seqused_k)
-    refuse_given(cp_rank=plain(cp_rank) or None, cp_world_size=None if plain(cp_world_size) == 1 else cp_world_size)
+    require_usual(0, cp_rank=cp_rank)
+    require_usual(1, cp_world_size=cp_world_size)
     refuse_given(return_attn_probs=as_flag("return_attn_probs", return_attn_probs) or None)
     as_flag("deterministic", deterministic)
     _check_version(fa_version)
@@ -123,7 +125,8 @@ def flash_attn_varlen_func(
 
 
 def _check_version(fa_version: object) -> None:
-    if plain(fa_version) not in _VERSIONS:
+    version = plain(fa_version)
+    if type(version) is not int or version not in _VERSIONS:
         raise InputError(f"fa_version must be one of {', '.join(map(str, _VERSIONS))}, got {shown(fa_version)}")
 
 

@@ -108,7 +108,7 @@ def describe_cache_call(given: Mapping[str, Any], options: CacheOptions) -> Cach
 def check_types(options: CacheOptions) -> CacheOptions:
     """Return options in their types: True == 1 == 1.0, and equal keys must mean equal calls. Raises ``InputError``."""
     types = (*map(type, options),)
-    if types in _OPTION_TYPES and [*map(type, options.window)] == [int, int]:
+    if types in _OPTION_TYPES and [*map(type, options.window)] == [int, int] and abs(options.num_splits) < 2**31:
         return options  # as nearly all are
     interleaved, causal, window, softcap, scale, num_splits, invariant, return_lse, kernel = options
     if type(window) is not tuple:
@@ -121,7 +121,7 @@ def check_types(options: CacheOptions) -> CacheOptions:
             raise InputError(f"{name} must be True or False, got {shown(value)}")
     if type(window) is not tuple or len(window) != 2 or any(type(size) is not int for size in window):  # type: ignore[redundant-expr] # callers may pass what types rule out
         raise InputError(f"window must be two integers (left, right), -1 for no bound, got {shown(window)}")
-    if type(num_splits) is not int:
+    if type(num_splits) is not int or abs(num_splits) >= 2**31:
         raise InputError(f"num_splits must be an integer, got {shown(num_splits)}")
     for name, value in (("softcap", softcap), ("softmax_scale", scale)):  # type: ignore[assignment] # callers may pass what types rule out
         is_number = isinstance(value, (int, float)) and type(value) is not bool  # type: ignore[redundant-expr] # NumPy's float64 is one

@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from ...gpu.checks import check_before_operator, check_no_bare_subclass, check_not_negative
+from ...gpu.checks import check_before_operator, check_no_bare_subclass, check_not_negative, check_storages
 from ...gpu.device import gpu_at, gpu_of
 from ...gpu.subclasses import is_traced
 from ..checks import check_fake, refuse_without_memory
@@ -167,6 +167,7 @@ def _fake(
 def _call_operator(call: SparseCallOf) -> tuple[Tensor, Tensor]:
     tensors, options = call
     check_before_operator(tensors, "q")
+    check_storages(tensors)
     for name, tensor in tensors.items():
         check_not_negative(name, tensor)
         if name not in ("q", "kv_cache"):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError, UnsupportedError, shown
-from ...gpu.checks import check_memory, check_tensor
+from ...gpu.checks import check_memory, check_storages, check_tensor
 from ..checks import DTYPE_NAMES, check_shape
 from ..inputs import pointer_alignment
 from ..problem import LARGEST_SCALE, canonical_strides
@@ -59,8 +59,9 @@ def describe_sparse_call(given: Mapping[str, Any], options: SparseOptions) -> Sp
 def _check_types(options: SparseOptions) -> SparseOptions:
     """Return options in their types: True == 1 == 1.0, and equal keys must mean equal calls. Raises ``InputError``."""
     for name in ("head_dim_v", "num_splits"):
-        if type(getattr(options, name)) is not int:
-            raise InputError(f"{name} must be an integer, got {shown(getattr(options, name))}")
+        value = getattr(options, name)
+        if type(value) is not int or abs(value) >= 2**31:
+            raise InputError(f"{name} must be an integer, got {shown(value)}")
     for name in ("batch_invariant", "return_lse"):
         if type(getattr(options, name)) is not bool:
             raise InputError(f"{name} must be True or False, got {shown(getattr(options, name))}")
@@ -166,6 +167,7 @@ def check_indices(tensors: Mapping[str, Tensor]) -> None:
     indices, cache, table = tensors["indices"], tensors["kv_cache"], tensors.get("page_table")
     if os.environ.get("FLASHMOE_CHECK") != "1" and indices.is_cuda:
         return
+    check_storages(tensors)
     if indices.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
             "FLASHMOE_CHECK=1 reads indices, and a graph is being captured", hint="capture without FLASHMOE_CHECK=1"

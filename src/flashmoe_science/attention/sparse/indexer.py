@@ -14,7 +14,6 @@ _PRODUCTS = 1 << 27  # at a time: 512 MiB in fp32
 
 
 @torch.no_grad()
-@without_autocast
 def sparse_mla_indices(
     q: Tensor, k: Tensor, weights: Tensor, top_k: int, *, seqlens_k: Tensor | None = None, causal: bool = True
 ) -> Tensor:
@@ -42,6 +41,14 @@ def sparse_mla_indices(
     """
     _check(q, k, weights, seqlens_k)
     _check_options(top_k, causal)
+    return _best_tokens(q, k, weights, top_k, seqlens_k, causal=causal)
+
+
+@without_autocast
+def _best_tokens(
+    q: Tensor, k: Tensor, weights: Tensor, top_k: int, seqlens_k: Tensor | None, *, causal: bool
+) -> Tensor:
+    """Return the positions of the largest scores, some rows of queries at a time."""
     batch, heads, seqlen_q, _ = q.shape
     seqlen_k = k.shape[1]
     found = torch.full((batch, seqlen_q, top_k), -1, dtype=torch.int32, device=q.device)
