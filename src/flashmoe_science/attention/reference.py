@@ -89,19 +89,21 @@ def attention(
     slopes = None if alibi is None else alibi.expand(batch, heads)
     added = None if bias is None else bias.expand(batch, heads, seqlen_q, seqlen_k)
     shown = _of_heads(mask, batch, heads)
-    dropout: dict[str, Any] = {"keys": seqlen_k, "dropout_p": dropout_p, "dropout_seed": dropout_seed, "dtype": dtype}
+    dropout: dict[str, Any] = {"dropout_p": dropout_p, "dropout_seed": dropout_seed, "dtype": dtype}
     for b, h, first in itertools.product(range(batch), range(0, heads_kv, kv_heads), range(0, seqlen_q, rows)):
         its, mine, chunk = slice(h, h + kv_heads), slice(h * group, (h + kv_heads) * group), slice(first, first + rows)
-        kept = _kept(q[b, mine, chunk], first_head=(first_sequence + b) * heads + h * group, first_row=first, **dropout)
+        end = keys_seen(first + rows, seqlen_q, seqlen_k, causal=causal)
+        dropout |= {"keys": end, "first_head": (first_sequence + b) * heads + h * group, "first_row": first}
+        kept = _kept(q[b, mine, chunk], **dropout)
         found = _attend_rows(
             _grouped(q[b, mine, chunk].to(dtype), group),
-            k[b, its, None].to(dtype),
-            v[b, its, None].to(dtype),
+            k[b, its, None, :end].to(dtype),
+            v[b, its, None, :end].to(dtype),
             None if sinks is None else _grouped(sinks[mine].to(dtype), group),
             None if slopes is None else _grouped(slopes[b, mine].to(dtype), group),
-            None if added is None else _grouped(added[b, mine, chunk].to(dtype), group),
+            None if added is None else _grouped(added[b, mine, chunk, :end].to(dtype), group),
             None if kept is None else _grouped(kept, group),
-            mask=None if shown is None else _grouped(shown(b, mine, chunk), group),
+            mask=None if shown is None else _grouped(shown(b, mine, chunk)[..., :end], group),
             position=first + seqlen_k - seqlen_q,
             scale=scale,
             causal=causal,
@@ -128,6 +130,11 @@ def _chunk(heads_kv: int, seqlen_q: int, scores_of_row: int) -> tuple[int, int]:
     """
     rows = max(1, min(seqlen_q, _CHUNK_SCORES // scores_of_row))
     return heads_at_once(heads_kv, scores_of_row * rows), rows
+
+
+def keys_seen(end: int, seqlen_q: int, seqlen_k: int, *, causal: bool) -> int:
+    """Return how many keys, at least one, the rows before ``end`` need: a causal mask hides all that follow."""
+    return max(1, min(seqlen_k, min(end, seqlen_q) + seqlen_k - seqlen_q)) if causal else seqlen_k
 
 
 def heads_at_once(heads_kv: int, scores: int) -> int:
@@ -298,15 +305,18 @@ def attention_backward(
     options["scale"] = head_dim**-0.5 if softmax_scale is None else softmax_scale
     slopes = None if alibi is None else alibi.expand(batch, heads)
     shown = _of_heads(mask, batch, heads)
-    dropout: dict[str, Any] = {"keys": seqlen_k, "dropout_p": dropout_p, "dropout_seed": dropout_seed, "dtype": dtype}
+    dropout: dict[str, Any] = {"dropout_p": dropout_p, "dropout_seed": dropout_seed, "dtype": dtype}
     for b, h, first in itertools.product(range(batch), range(0, heads_kv, kv_heads), range(0, seqlen_q, rows)):
         its, mine, chunk = slice(h, h + kv_heads), slice(h * group, (h + kv_heads) * group), slice(first, first + rows)
-        places: dict[str, tuple[Any, ...]] = {"q": (b, mine, chunk), "k": (b, its), "v": (b, its), "sinks": (mine,)}
+        end = keys_seen(first + rows, seqlen_q, seqlen_k, causal=causal)
+        places: dict[str, tuple[Any, ...]] = {"q": (b, mine, chunk), "sinks": (mine,)}
+        places |= dict.fromkeys(("k", "v"), (b, its, slice(end)))
         if bias is not None:
             own_b, own_h = b if bias.shape[0] > 1 else 0, mine if bias.shape[1] > 1 else slice(0, 1)
-            places["bias"] = own_b, own_h, chunk
+            places["bias"] = own_b, own_h, chunk, slice(end)
         chosen = {name: given[name][places[name]].to(dtype) for name in given}
-        kept = _kept(q[b, mine, chunk], first_head=(first_sequence + b) * heads + h * group, first_row=first, **dropout)
+        dropout |= {"keys": end, "first_head": (first_sequence + b) * heads + h * group, "first_row": first}
+        kept = _kept(q[b, mine, chunk], **dropout)
         # K, V and a bias that all heads share have a second axis of one.
         shared = {"k", "v"} if bias is None or bias.shape[1] > 1 else {"k", "v", "bias"}
         found = _differentiate_rows(
@@ -315,7 +325,7 @@ def attention_backward(
             None if kept is None else _grouped(kept, group),
             _grouped(do[b, mine, chunk].to(dtype), group),
             _grouped(dlse[b, mine, chunk], group),
-            mask=None if shown is None else _grouped(shown(b, mine, chunk), group),
+            mask=None if shown is None else _grouped(shown(b, mine, chunk)[..., :end], group),
             position=first + seqlen_k - seqlen_q,
             **options,
         )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.reference import _grouped, _of_heads, _weigh_rows, heads_at_once
+from ..attention.reference import _grouped, _of_heads, _weigh_rows, heads_at_once, keys_seen
 from ..gpu.ambient import without_autocast
 from .error_scale import WIDE, Estimate, Format, Scale, independent_terms
 
@@ -33,7 +33,7 @@ class _Rows:
     heads_kv: slice
     rows: slice
     q: Tensor  # [N, G, M, D]
-    k: Tensor  # [N, 1, S, D]
+    k: Tensor  # [N, 1, S, D]: of the S keys that they may see
     v: Tensor  # [N, 1, S, DV]
     p: Estimate  # [N, G, M, S]
     slope: Tensor | None  # [N, G, M, S]: the derivative of the softcap
@@ -67,16 +67,21 @@ def _chunks(
     for b, h, first in itertools.product(range(batch), range(0, heads_kv, at_once), range(0, seqlen_q, rows)):
         its = slice(h, min(heads_kv, h + at_once))
         mine, chunk = slice(its.start * group, its.stop * group), slice(first, first + rows)
-        some_q, some_k, some_v = grouped(q[b, mine, chunk]), k[b, its, None].float(), v[b, its, None].float()
+        end = keys_seen(first + rows, seqlen_q, seqlen_k, causal=causal)
+        some_q, some_k, some_v = (
+            grouped(q[b, mine, chunk]),
+            k[b, its, None, :end].float(),
+            v[b, its, None, :end].float(),
+        )
         more = (
             None if sinks is None else grouped(sinks[mine]),
             None if alibi is None else grouped(alibi.expand(batch, heads)[b, mine]),
-            None if bias is None else grouped(bias.expand(batch, heads, -1, -1)[b, mine, chunk]),
+            None if bias is None else grouped(bias.expand(batch, heads, -1, -1)[b, mine, chunk, :end]),
         )
         weights, total, _, capped = _weigh_rows(
             some_q, some_k, *more,
             position=first + seqlen_k - seqlen_q, scale=scale, causal=causal, window=window, softcap=softcap,
-            mask=None if shown is None else _grouped(shown(b, mine, chunk), group),
+            mask=None if shown is None else _grouped(shown(b, mine, chunk)[..., :end], group),
         )  # fmt: skip
         total = torch.where(total == 0, 1.0, total)[..., None]
         own = softcap * capped if capped is not None else some_q @ some_k.mT * scale
@@ -110,19 +115,27 @@ def forward_scale(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Scale:
     return Scale(largest, rms)
 
 
-@without_autocast
-def backward_scale(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, softmax_scale: float | None, **options: Any
-) -> tuple[Scale, Scale, Scale]:
+def backward_scale(q: Tensor, k: Tensor, v: Tensor, do: Tensor, **options: Any) -> tuple[Scale, Scale, Scale]:
     """Return what is allowed in dq, dk and dv, where o has the error of a forward pass."""
+    return step_scale(q, k, v, do, **options)[1:]
+
+
+@without_autocast
+def step_scale(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, softmax_scale: float | None, **options: Any
+) -> tuple[Scale, Scale, Scale, Scale]:
+    """Return what is allowed in o, dq, dk and dv, where the gradients follow from such an o."""
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     low = Format.of(q.dtype)
+    allowed = Scale(torch.zeros(do.shape, device=q.device), torch.zeros((*do.shape[:3], 1), device=q.device))
     sums = {name: _Sum(like) for name, like in (("dq", q), ("dk", k), ("dv", v))}
     chunks = _chunks(q, k, v, softmax_scale=softmax_scale, **options) if do.numel() and k.shape[2] else ()
     for rows in chunks:
         p = rows.p
         gradient = do[rows.sequence, rows.heads, rows.rows].float().reshape(*rows.q.shape[:3], -1)  # [N, G, M, DV]
         o = p.multiplied(rows.v).rounded(low)
+        for whole, part in zip(allowed, o.scale(independent_terms(p.variance)), strict=True):
+            whole[rows.sequence, rows.heads, rows.rows] = part.flatten(0, 1)
         delta = (gradient * o.value).sum(-1, keepdim=True)
         of_sum = WIDE * gradient.norm(dim=-1, keepdim=True)  # of a sum of products with do, times the other's length
         delta_bound = (gradient.abs() * o.bound).sum(-1, keepdim=True) + 2 * of_sum * o.value.norm(dim=-1, keepdim=True)
@@ -147,12 +160,12 @@ def backward_scale(
             bound=ds.bound + p.value * delta_bound,
             variance=ds.variance + p.value.square() * delta_variance,
         ).times(scale)
-        everything = slice(None)
+        keys = slice(rows.k.shape[2])
         for name, left, right in (("dk", by_keys, rows.q), ("dv", p, gradient)):
             summed = _transposed(left).multiplied(right.flatten(1, 2)[:, None])
             terms = independent_terms(_transposed(left).variance)
-            sums[name].add(rows.sequence, rows.heads_kv, everything, (summed, terms))
-    return sums["dq"].scale(low), sums["dk"].scale(low), sums["dv"].scale(low)
+            sums[name].add(rows.sequence, rows.heads_kv, keys, (summed, terms))
+    return allowed, sums["dq"].scale(low), sums["dk"].scale(low), sums["dv"].scale(low)
 
 
 def _dq(

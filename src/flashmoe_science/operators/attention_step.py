@@ -21,7 +21,7 @@ from ..attention.tiles import Plan
 from ..gpu.planning import PlannedLaunch, Work
 from ..gpu.specs import GpuSpec
 from .attention_backward import BackwardOperator, draw, step_options
-from .attention_scale import forward_scale
+from .attention_scale import step_scale
 from .baselines.attention_backward import STEP_BASELINES
 from .baselines.base import Inputs
 from .error_scale import Scale
@@ -117,8 +117,7 @@ class StepOperator(BackwardOperator):
 
     def error_scale(self, problem: BackwardProblem, inputs: Inputs) -> tuple[Scale, ...]:
         """Return what is allowed in each element of o, dq, dk and dv."""
-        q, k, v = (inputs[name] for name in "qkv")
-        return forward_scale(q, k, v, **step_options(problem)), *super().error_scale(problem, inputs)
+        return step_scale(*(inputs[name] for name in ("q", "k", "v", "do")), **step_options(problem))
 
     def plan(self, subject: str, problem: BackwardProblem, gpu: GpuSpec) -> StepPlan:  # noqa: ARG002 - there is one
         """Return the plans of both passes. Raises ``UnsupportedError``."""

@@ -70,7 +70,8 @@ class Estimate:
 
     def with_error(self, bound: Tensor, *more: Tensor) -> Estimate:
         """Return the same with independent errors of uniform distribution, each within its bound."""
-        found = replace(self, bound=self.bound + bound, variance=self.variance + bound.square() / 3)
+        variance = torch.addcmul(self.variance, bound, bound, value=1 / 3)
+        found = replace(self, bound=self.bound + bound, variance=variance)
         return found.with_error(*more) if more else found
 
     def rounded(self, to: Format) -> Estimate:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.distributed as dist
 
 from ...attention import reference
 from ...distributed import ContextParallel
@@ -20,6 +21,7 @@ from ...errors import InputError
 from ...gpu.planning import Work
 from ...gpu.specs import GpuSpec
 from ..attention import OPERATOR as FIXED, AttentionOperator
+from ..attention_scale import forward_scale, step_scale
 from ..attention_step import OPERATOR as STEP
 from ..attention_varlen import OPERATOR as FORWARD
 from ..attention_varlen_backward import OPERATOR as BACKWARD
@@ -184,18 +186,23 @@ class ContextParallelOperator(OperatorOverRanks):
 
     def exact(self, problem: RankedProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
         """Return the whole answer in fp64."""
+        return self._by_heads(problem, inputs, self._exact)
+
+    def _exact(self, problem: RankedProblem, inputs: Inputs) -> Sequence[torch.Tensor]:
         o = FORWARD.exact(problem.whole, _plain(inputs, gradients=False))
         return (o, *BACKWARD.exact(problem.whole, _plain(inputs))) if problem.gradients else (o,)
 
     def low_precision(self, problem: RankedProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
         """Return the framework's whole answer in the problem's dtype, some rows of a head at once: all may not fit."""
+        return self._by_heads(problem, inputs, self._low_precision)
+
+    def _low_precision(self, problem: RankedProblem, inputs: Inputs) -> Sequence[torch.Tensor]:
         p, sums = problem.whole.planned, {}
         for name in _TENSORS:  # o has the shape of its gradient
             sums[name] = torch.zeros(inputs[name].shape, dtype=torch.float32, device=inputs[name].device)
-        ends = list(itertools.accumulate(problem.whole.lengths))
-        for begin, end in zip([0, *ends], ends, strict=False):
+        for begin, end in itertools.pairwise(inputs["cu_seqlens_q"].tolist()):
             rows = max(1, _SCORES_AT_ONCE // (p.group * (end - begin)))
-            for first, head in itertools.product(range(begin, end, rows), range(p.heads_kv)):
+            for first, head in itertools.product(range(begin, end, rows), range(inputs["k"].shape[1])):
                 queries, mine = slice(first, min(first + rows, end)), slice(head * p.group, (head + 1) * p.group)
                 keys = slice(begin, queries.stop if p.causal else end)
                 places = {"q": (queries, mine), "k": (keys, slice(head, head + 1)), "v": (keys, slice(head, head + 1))}
@@ -207,12 +214,36 @@ class ContextParallelOperator(OperatorOverRanks):
                 for (name, place), gradient in zip(places.items(), gradients, strict=False):
                     sums[name][place] += gradient[0].transpose(0, 1)
         order = ("do", "q", "k", "v") if problem.gradients else ("do",)
-        return tuple(sums[name].to(inputs[name].dtype) for name in order)
+        return [sums[name].to(inputs[name].dtype) for name in order]
 
     def error_scale(self, problem: RankedProblem, inputs: Inputs) -> tuple[Scale, ...]:
         """Return what is allowed in each element of the whole answer."""
-        o = FORWARD.error_scale(problem.whole, _plain(inputs, gradients=False))
-        return (*o, *BACKWARD.error_scale(problem.whole, _plain(inputs))) if problem.gradients else o
+        found = self._by_heads(problem, inputs, self._error_scale)
+        return tuple(Scale(*pair) for pair in zip(found[::2], found[1::2], strict=True))
+
+    def _error_scale(self, problem: RankedProblem, inputs: Inputs) -> Sequence[torch.Tensor]:
+        options: dict[str, Any] = {"causal": problem.whole.planned.causal, "softmax_scale": None}
+        names, scale = ("q", "k", "v"), forward_scale
+        if problem.gradients:
+            names, scale = (*names, "do"), step_scale  # type: ignore[assignment] # of o, dq, dk and dv
+        by_document = []
+        for begin, end in itertools.pairwise(inputs["cu_seqlens_q"].tolist()):
+            found = scale(*(inputs[name][begin:end].transpose(0, 1)[None] for name in names), **options)
+            pairs = found if problem.gradients else [found]
+            by_document.append([each[0].transpose(0, 1) for pair in pairs for each in pair])
+        return [torch.cat(parts) for parts in zip(*by_document, strict=True)]
+
+    def _by_heads(
+        self, problem: RankedProblem, inputs: Inputs, answer: Callable[[RankedProblem, Inputs], Sequence[torch.Tensor]]
+    ) -> tuple[torch.Tensor, ...]:
+        """Return ``[T, heads, columns]`` of all heads. Where all ranks are here, each works out some heads."""
+        if not dist.is_initialized():
+            return tuple(answer(problem, inputs))
+        mine = dict(inputs)
+        for name in _TENSORS:
+            heads = inputs[name].shape[1] // problem.ranks
+            mine[name] = inputs[name].narrow(1, rank_here() * heads, heads)
+        return tuple(_of_all_heads(x, problem.ranks) for x in answer(problem, mine))
 
     def launches(self, subject: str, problem: RankedProblem, gpu: GpuSpec) -> Sequence[PlannedSource]:
         """Return those of a rank by "heads". By "gather" it makes a call for each chunk: nothing is told."""
@@ -239,6 +270,13 @@ class ContextParallelOperator(OperatorOverRanks):
             if problem.gradients:
                 found.append((BACKWARD, "flash_attention_varlen_backward", BACKWARD.parse_case(packed)))
         return found
+
+
+def _of_all_heads(some: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Return ``[T, heads, columns]`` of what each rank has of some heads."""
+    by_rank = some.new_empty(ranks * some.shape[0], *some.shape[1:])
+    dist.all_gather_into_tensor(by_rank, some.contiguous())
+    return by_rank.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1, 2)
 
 
 def _calls_of(problem: RankedProblem) -> list[tuple[list[int], list[int]]]:

@@ -11,6 +11,7 @@ import torch
 
 from ...errors import ProofError
 from ..records.evidence import OutputAccuracy
+from ..spent import spending
 from ..subject.operator import Inputs, Operator, Part
 from ..subject.outputs import known_parts, names_of
 
@@ -72,6 +73,7 @@ def find_expected(operator: Operator, problem: Any, inputs: Inputs, part: Part |
 class Whole:
     """What the operator says of one set of inputs, which may take long, and what follows for each rank."""
 
+    @spending("what is right")
     def __init__(self, operator: Operator, problem: Any, inputs: Inputs) -> None:
         """Ask the operator. Raises ``ProofError`` where an answer has the wrong form."""
         self._operator = operator

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,13 +12,14 @@ import torch
 from ...errors import ProofError
 from ...gpu.device import current_gpu
 from ..records.evidence import Settings
+from ..spent import spending
 from ..subject.loading import operator_of
 from ..subject.operator import Inputs, Operator, identities_of, ours, part_of
 from ..subject.outputs import Answer, Call, copied, parts, sizes_of
 from ..subject.subject import Subject
-from ..worker import Emit, agree, ask, rank_here
+from ..worker import Emit, agree, ask, meet, rank_here
 from . import arms as arms_module, launches
-from .allowed_error import ExpectedOutputs, find_expected, judge, late_tolerance
+from .allowed_error import ExpectedOutputs, Whole, judge, late_tolerance
 from .arms import Loaded
 from .host_files import files_called
 from .launches import CallTrace, Recording
@@ -60,7 +62,8 @@ def measure(payload: dict[str, Any], emit: Emit, opened: Opened | None = None) -
             new_seed=lambda: int(ask({"seed": "values"})["seed"]),
             orders_seed=lambda name: str(ask({"seed": "orders", "case": name})["seed"]),
         )
-    timer.settle()
+    with spending("clocks"):
+        timer.settle()
     for table in payload["cases"]:
         name = table["name"]
 
@@ -93,6 +96,7 @@ def capture_launches(payload: dict[str, Any], emit: Emit, opened: Opened | None 
     return {"cases": cases}
 
 
+@spending("opening")
 def open_gpu(payload: dict[str, Any], make_timer: Callable[[], Timer] | None = None) -> Opened:
     """Import the arms and open the GPU. Inputs need no gradient, and nobody pays for asking."""
     if make_timer is None and not torch.cuda.is_available():
@@ -164,8 +168,10 @@ def capture_case(case: Case, subject: Subject, loaded: Sequence[Loaded], timer: 
         for capture in captures:
             if capture.call is not None:
                 _record_calls(capture, inputs, others, recording, timer)
+    # Slow, rarely needed, and the same for all arms: their calls left these values in the inputs.
+    whole = functools.cache(lambda: Whole(case.operator, case.problem, others))
     for capture in captures:
-        _compare_replay(capture, case, others, timer)
+        _compare_replay(capture, case, whole, timer)
     records = [_record(capture, recording) for capture in captures]
     for capture in captures:
         if capture.graph is not None:
@@ -255,24 +261,27 @@ def _record_calls(capture: _Capture, inputs: Inputs, others: Inputs, recording: 
     _agree_on(capture, "recorded")
 
 
-def _compare_replay(capture: _Capture, case: Case, inputs: Inputs, timer: Timer) -> None:
+def _compare_replay(capture: _Capture, case: Case, whole: Callable[[], Whole], timer: Timer) -> None:
     """Find out whether the replay answered as the eager call did: the same bits, or within the budget.
 
     An eager call that answers wrongly itself is left to gate correct: nothing then is known of the graph.
     """
+    wrong = ""
+    if capture.replayed is not None and capture.answer is not None:
+        wrong = arms_module.mismatch([capture.replayed], [capture.answer], None)
+    differ = any(meet(bool(wrong), f"{capture.loaded.name} replayed"))  # then all ranks work out what is right
     if capture.replayed is None or capture.answer is None:
         return
-    wrong = arms_module.mismatch([capture.replayed], [capture.answer], None)
-    if wrong:
+    if differ:
         try:
             part = part_of(case.operator, case.problem, capture.loaded.entry, rank_here())
-            expected = find_expected(case.operator, case.problem, inputs, part)  # slow, and rarely needed
+            expected = whole().expected(part)
         except Exception as error:  # noqa: BLE001 - one case of many fails, with its reason
-            wrong = f"{wrong}; {arms_module.survive(error, 'of none', timer)}"
+            wrong = f"{wrong}; {arms_module.survive(error, 'of none', timer)}".removeprefix("; ")
         else:
             if not _is_right(capture.answer, expected):
                 return
-            if not (capture.loaded.role == "subject" and capture.loaded.deterministic):
+            if wrong and not (capture.loaded.role == "subject" and capture.loaded.deterministic):
                 tolerance = tuple(late_tolerance([wanted]) for wanted in expected)
                 wrong = arms_module.mismatch([capture.replayed], [capture.answer], tolerance)
     capture.replay_matches = not wrong
