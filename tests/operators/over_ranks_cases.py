@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from flashmoe_science.operators.ranks.context_parallel import OPERATOR as ATTENTION
 from flashmoe_science.operators.ranks.expert_parallel import OPERATOR as EXPERTS
@@ -45,6 +47,27 @@ def run(rank, ranks):
                     case = f"{operator.describe(problem)} {name} {wanted.output} {seed}"
                     found[case] = judge(part, wanted)[1]
     return found
+
+
+def truths(rank, ranks):
+    """Return by case and question how far what ranks work out together is from what one of them does alone."""
+    found = {}
+    for operator, table in CASES:
+        problem = operator.parse_case(table)
+        inputs = operator.make_inputs(problem, seed=1, device="cpu")
+        for question in ("exact", "low_precision", "error_scale"):
+            together = _flat(getattr(operator, question)(problem, inputs))
+            with mock.patch.object(dist, "is_initialized", return_value=False):
+                alone = _flat(getattr(operator, question)(problem, inputs))
+            assert [x.shape for x in together] == [x.shape for x in alone]
+            off = [((x - y).abs().max() / y.abs().max()).item() for x, y in zip(together, alone, strict=True)]
+            found[f"{operator.describe(problem)} {question}"] = max(off)
+    return found
+
+
+def _flat(answer):
+    tensors = [x for each in answer for x in each] if isinstance(answer[0], tuple) else answer
+    return [x.double() for x in tensors]
 
 
 def wrong_part(rank, ranks):

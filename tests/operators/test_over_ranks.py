@@ -32,6 +32,14 @@ def test_every_entry_point_and_baseline_is_right_on_both_ranks_and_follows_new_v
         }
 
 
+def test_ranks_work_out_together_what_one_of_them_does_alone(tmp_path: Path) -> None:
+    largest = {"exact": 1e-12, "low_precision": 2e-3, "error_scale": 1e-3}
+    for found in run_ranks(_MODULE, "truths", 2, tmp_path):
+        assert len(found) == 3 * len(CASES)
+        for name, off in found.items():
+            assert off <= largest[name.split()[1]], name
+
+
 @pytest.mark.exhaustive
 def test_the_part_of_another_rank_is_wrong(tmp_path: Path) -> None:
     for found in run_ranks(_MODULE, "wrong_part", 2, tmp_path):

@@ -40,7 +40,7 @@ class ContextParallel:
     - ``"gather"``: all ranks gather K and V, and attend their own queries. Any number of ranks is served. Each rank
       holds a chunk from the front and one from the back, so all have the same causal work. No partial outputs are
       merged: in ``attention`` without a window, o and the gradient of q have the bits of one GPU if chunks are
-      multiples of 128 tokens. Gradients of K and V are summed in fp32 in the order of ranks: the same bits in every
+      multiples of 128 tokens. Gradients of K and V are summed in fp32 and in one order: the same bits in every
       run. Of packed documents, ranks hold whole ones as long as they have about equal work, and K and V travel for
       the others alone.
 

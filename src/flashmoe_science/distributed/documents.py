@@ -108,7 +108,7 @@ class DocumentsRecipe:
     def _send_sums(self, inputs: Inputs, made: Tensor | None) -> Callable[[], list[Keys]]:
         """Begin to send what this rank adds to the gradients of keys, ``made`` for its own keys in fp32.
 
-        What is returned waits, and gives the gradients of K and V of this rank's parts: sums in the order of ranks.
+        What is returned waits, and gives the gradients of K and V of this rank's parts: sums in one order.
         """
         if not self.calls.sent:
             return list

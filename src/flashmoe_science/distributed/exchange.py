@@ -1,4 +1,4 @@
-"""What ranks send to one another: all-gather of tokens, sums in the order of ranks, and whether they agree.
+"""What ranks send to one another: all-gather of tokens, sums over ranks, and whether they agree.
 
 Messages have tokens first, so what arrives lies in the order of tokens, and views of it are what kernels take.
 """
@@ -64,7 +64,7 @@ def gather_tokens(local: Tensor, layout: Layout, group: Group) -> Tensor:
 
 
 def reduce_tokens(partial: Tensor, layout: Layout, group: Group) -> Tensor:
-    """Return the sum over ranks for the tokens of this one, added in the order of ranks: the same bits in every run.
+    """Return the sum over ranks for the tokens of this one, added in one order: the same bits in every run.
 
     Args:
         partial: ``[T, ...]``, what this rank adds to each token; it is sent as it is.
@@ -72,18 +72,15 @@ def reduce_tokens(partial: Tensor, layout: Layout, group: Group) -> Tensor:
         group: of all ranks.
 
     Returns:
-        ``[n, ...]`` fp32.
+        ``[n, ...]`` in the dtype of the parts.
     """
     owned = _take(partial, layout.of_ranks())
     return sum_of_ranks(all_to_all(torch.unflatten(owned, 0, (layout.ranks, -1)).contiguous(), group))
 
 
 def sum_of_ranks(received: Tensor) -> Tensor:
-    """Return the fp32 sum of what the ranks sent, ``[W, ...]``, added in their order."""
-    total = received[0].float()
-    for part in received[1:]:
-        total = total + part
-    return total
+    """Return the sum of what the ranks sent, ``[W, ...]``: torch adds 16-bit numbers in fp32, and rounds once."""
+    return received.sum(0)
 
 
 class GatherTokens(torch.autograd.Function):
@@ -99,17 +96,38 @@ class GatherTokens(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         """Sum."""
-        return None, None, reduce_tokens(gradient, ctx.layout, ctx.group).to(gradient.dtype)
+        return None, None, reduce_tokens(gradient, ctx.layout, ctx.group)
+
+
+class GatherTogether(torch.autograd.Function):
+    """``gather_tokens`` of several tensors by one message, whose gradients are the sums over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, layout: Layout, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Gather."""
+        ctx.layout, ctx.group = layout, group
+        rows = [x.contiguous().view(torch.uint8) for x in tensors]  # a token's bytes
+        gathered = gather_tokens(torch.cat(rows, 1), layout, group).split([row.shape[1] for row in rows], 1)
+        found = tuple(part.contiguous().view(x.dtype) for part, x in zip(gathered, tensors, strict=True))
+        ctx.mark_non_differentiable(*(x for x in found if not x.is_floating_point()))
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Sum those that are asked for."""
+        asked = zip(gradients, ctx.needs_input_grad[2:], strict=True)
+        return None, None, *(reduce_tokens(x, ctx.layout, ctx.group) if needed else None for x, needed in asked)
 
 
 class ReduceTokens(torch.autograd.Function):
-    """``reduce_tokens`` in the dtype of the parts, whose gradient is gathered."""
+    """``reduce_tokens``, whose gradient is gathered."""
 
     @staticmethod
     def forward(ctx: Any, layout: Layout, group: Group, partial: Tensor) -> Tensor:
         """Sum."""
         ctx.layout, ctx.group = layout, group
-        return reduce_tokens(partial, layout, group).to(partial.dtype)
+        return reduce_tokens(partial, layout, group)
 
     @staticmethod
     @once_differentiable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from ..errors import InputError, shown
 from ..moe.api import fused_moe
 from .exchange import (
     Agreement,
+    GatherTogether,
     GatherTokens,
     ReduceTokens,
     all_to_all,
@@ -28,12 +30,13 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _RANKS_OF_GATHER = 8  # of one host, most often
+_SMALL_BYTES = 1 << 20  # of all tokens
 
 
 class ExpertParallel:
     """Experts that are split over ranks: each holds some experts, and its own tokens.
 
-    Each rank sums what all experts made of its tokens, in fp32 in the order of ranks: the same bits in every run. The
+    Each rank sums what all experts made of its tokens, in fp32 and in one order: the same bits in every run. The
     host never waits for the GPU, and no token is dropped. Two strategies send different messages:
 
     - ``"gather"``: all ranks gather all tokens with their experts and weights, and run their own experts on them. Any
@@ -161,9 +164,13 @@ class ExpertParallel:
 
     def _gather(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Tensor:
         layout = straight_layout(given["x"].shape[0] * self.ranks, self.ranks)
-        tokens = GatherTokens.apply(layout, self.group, given["x"])  # type: ignore[no-untyped-call]
-        weights = GatherTokens.apply(layout, self.group, given["topk_weights"])  # type: ignore[no-untyped-call]
-        ids = gather_tokens(given["topk_ids"], layout, self.group)
+        x, *routing = (given[name] for name in ("x", "topk_weights", "topk_ids"))
+        together: Any = functools.partial(GatherTogether.apply, layout, self.group)
+        if x.nbytes * self.ranks <= _SMALL_BYTES:  # a copy costs less than the start of a message
+            tokens, weights, ids = together(x, *routing)
+        else:
+            tokens = GatherTokens.apply(layout, self.group, x)  # type: ignore[no-untyped-call]
+            weights, ids = together(*routing)
         # Ids of other ranks' experts are none here.
         partial = self._run(tokens, weights, ids - self.rank * given["w_down"].shape[0], given, options)
         return ReduceTokens.apply(layout, self.group, partial)  # type: ignore[no-untyped-call, no-any-return]

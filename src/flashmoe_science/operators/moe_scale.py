@@ -143,10 +143,15 @@ def experts_scale(inputs: Mapping[str, Tensor], options: dict[str, Any]) -> Scal
 
 
 @without_autocast
-def expert_gradients_scale(inputs: Mapping[str, Tensor], options: dict[str, Any]) -> dict[str, Scale]:
-    """Return what is allowed in the gradient of each input, by its name; ``inputs`` have ``do`` besides."""
+def expert_gradients_scale(
+    inputs: Mapping[str, Tensor], options: dict[str, Any], *, of_tokens: bool = True, of_experts: bool = True
+) -> dict[str, Scale]:
+    """Return what is allowed in the gradient of each input, by its name; ``inputs`` have ``do`` besides.
+
+    ``of_tokens``: of x and the routing weights. ``of_experts``: of all others.
+    """
     low = Format.of(inputs["x"].dtype)
-    names = ("w_gate_up", "w_down", "topk_weights", "bias_gate_up", "bias_down")
+    names = (*["topk_weights"] * of_tokens, *("w_gate_up", "w_down", "bias_gate_up", "bias_down") * of_experts)
     found = {name: _nothing(inputs[name]) for name in names if name in inputs}
     dx = _Rows(inputs["x"], low)
     for expert in _experts(inputs, low):
@@ -157,7 +162,12 @@ def expert_gradients_scale(inputs: Mapping[str, Tensor], options: dict[str, Any]
         dy = dy.with_error(low.rounding(dy.value), low.rounding(dy.value))
         da = dy.multiplied(expert.down).rounded(low)
         dproduct = _through_activation(da, expert.product, options, low)
-        dx.add(expert.tokens, dproduct.multiplied(expert.up).rounded(low), independent_terms(dproduct.variance))
+        if of_tokens:
+            dx.add(expert.tokens, dproduct.multiplied(expert.up).rounded(low), independent_terms(dproduct.variance))
+            scale = _weight_gradient(do, _output(h, expert, low), h, da, expert.weights, low)
+            found["topk_weights"].largest[expert.tokens, expert.slots] = scale.largest[:, 0]
+        if not of_experts:
+            continue
         columns = {"w_gate_up": (dproduct, Estimate.exact(expert.x)), "w_down": (dy, h)}
         for name, (left, right) in columns.items():
             _set(found[name], expert.name, _product_of_two(left, right).rounded(low), _terms_of(left))
@@ -165,9 +175,8 @@ def expert_gradients_scale(inputs: Mapping[str, Tensor], options: dict[str, Any]
             if name in found:
                 ones = torch.ones(gradient.value.shape[0], 1, device=do.device)
                 _set(found[name], expert.name, gradient.map(lambda x: x.T).multiplied(ones).rounded(low), None)
-        y = _output(h, expert, low)
-        scale = _weight_gradient(do, y, h, da, expert.weights, low)
-        found["topk_weights"].largest[expert.tokens, expert.slots] = scale.largest[:, 0]
+    if not of_tokens:
+        return found
     found["topk_weights"].rms.copy_(found["topk_weights"].largest.square().mean(-1, keepdim=True).sqrt())
     return {"x": dx.scale(), **found}
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from ...distributed import ExpertParallel
 from ...gpu.planning import Work
@@ -19,15 +20,17 @@ from ..base import DTYPES
 from ..baselines.all_to_all import BASELINES
 from ..baselines.base import Inputs
 from ..error_scale import Scale
-from ..moe import OPERATOR as FORWARD, MoeOperator
+from ..moe import OPERATOR as FORWARD, MoeOperator, activation_of
 from ..moe_backward import OPERATOR as BACKWARD
-from .over_ranks import OperatorOverRanks, Pass, RankedProblem, mesh_of, narrowed, with_gradients
+from ..moe_scale import expert_gradients_scale, experts_scale
+from .over_ranks import OperatorOverRanks, Pass, RankedProblem, mesh_of, narrowed, rank_here, with_gradients
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _LEAVES = ("x", "w_gate_up", "w_down", "topk_weights")
-_OWN = ("ranks", "gradients")
+_WEIGHTS = ("w_gate_up", "w_down")
+_TOKENS = ("x", "topk_weights", "topk_ids", "do")
 
 
 @functools.lru_cache(maxsize=4)
@@ -133,9 +136,15 @@ class ExpertParallelOperator(OperatorOverRanks):
 
     def exact(self, problem: RankedProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
         """Return the whole answer in fp64."""
-        out = FORWARD.exact(problem.whole, _plain(inputs))
-        given = {**inputs, "product": inputs["x"]}  # which it takes out: it is computed anew
-        return (out, *BACKWARD.exact(problem.whole, given)) if problem.gradients else (out,)
+        mine = _of_rank(inputs, _TOKENS, problem.ranks)
+        out = _of_all_ranks(FORWARD.exact(problem.whole, _plain(mine)))
+        if not problem.gradients:
+            return (out,)
+        given = {**mine, "product": mine["x"]}  # which it takes out: it is computed anew
+        dx, *dweights, drouting = BACKWARD.exact(problem.whole, given)
+        for each in dweights if dist.is_initialized() else ():
+            dist.all_reduce(each)
+        return (out, _of_all_ranks(dx), *dweights, _of_all_ranks(drouting))
 
     def low_precision(self, problem: RankedProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
         """Return the framework's whole answer in the problem's dtype."""
@@ -144,8 +153,14 @@ class ExpertParallelOperator(OperatorOverRanks):
 
     def error_scale(self, problem: RankedProblem, inputs: Inputs) -> tuple[Scale, ...]:
         """Return what is allowed in each element of the whole answer."""
-        out = FORWARD.error_scale(problem.whole, _plain(inputs))
-        return (*out, *BACKWARD.error_scale(problem.whole, inputs)) if problem.gradients else out
+        options, mine = activation_of(problem.whole), _of_rank(inputs, _TOKENS, problem.ranks)
+        found = {"out": experts_scale(_plain(mine), options)}
+        if problem.gradients:
+            found |= expert_gradients_scale(mine, options, of_experts=False)
+            mine = _of_rank(inputs, _WEIGHTS, problem.ranks)
+            mine["topk_ids"] = inputs["topk_ids"] - rank_here() * mine["w_down"].shape[0]  # others are none here
+            found |= expert_gradients_scale(mine, options, of_tokens=False)
+        return tuple(Scale(*map(_of_all_ranks, found[name])) for name in ("out", *_LEAVES) if name in found)
 
     def passes(self, subject: str, problem: RankedProblem) -> Sequence[Pass]:  # noqa: ARG002 - there is one
         """Return what a rank runs: its experts on all tokens."""
@@ -154,6 +169,23 @@ class ExpertParallelOperator(OperatorOverRanks):
         part = dataclasses.replace(problem.whole, problem=mine)
         forward = FORWARD, "fused_moe", part
         return [forward, (BACKWARD, "fused_moe_backward", part)] if problem.gradients else [forward]
+
+
+def _of_rank(inputs: Inputs, names: Sequence[str], ranks: int) -> dict[str, torch.Tensor]:
+    """Return the inputs with this rank's span of some; all of them where one process works out what is right alone."""
+    if not dist.is_initialized():
+        return dict(inputs)
+    given = [name for name in names if name in inputs]
+    return {**inputs, **dict(zip(given, narrowed(inputs, given, ranks), strict=True))}
+
+
+def _of_all_ranks(span: torch.Tensor) -> torch.Tensor:
+    """Return the spans of all ranks, one behind the other."""
+    if not dist.is_initialized():
+        return span
+    whole = span.new_empty(dist.get_world_size() * span.shape[0], *span.shape[1:])
+    dist.all_gather_into_tensor(whole, span.contiguous())
+    return whole
 
 
 def _plain(inputs: Inputs) -> dict[str, torch.Tensor]:
