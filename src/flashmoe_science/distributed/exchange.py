@@ -107,7 +107,7 @@ class GatherTogether(torch.autograd.Function):
         """Gather."""
         ctx.layout, ctx.group = layout, group
         rows = [x.contiguous().view(torch.uint8) for x in tensors]  # a token's bytes
-        gathered = gather_tokens(torch.cat(rows, 1), layout, group).split([row.shape[1] for row in rows], 1)
+        gathered = torch.split(gather_tokens(torch.cat(rows, 1), layout, group), [row.shape[1] for row in rows], 1)
         found = tuple(part.contiguous().view(x.dtype) for part, x in zip(gathered, tensors, strict=True))
         ctx.mark_non_differentiable(*(x for x in found if not x.is_floating_point()))
         return found

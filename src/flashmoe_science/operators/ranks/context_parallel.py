@@ -276,7 +276,7 @@ def _of_all_heads(some: torch.Tensor, ranks: int) -> torch.Tensor:
     """Return ``[T, heads, columns]`` of what each rank has of some heads."""
     by_rank = some.new_empty(ranks * some.shape[0], *some.shape[1:])
     dist.all_gather_into_tensor(by_rank, some.contiguous())
-    return by_rank.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1, 2)
+    return torch.unflatten(by_rank, 0, (ranks, -1)).transpose(0, 1).flatten(1, 2)
 
 
 def _calls_of(problem: RankedProblem) -> list[tuple[list[int], list[int]]]:

@@ -55,7 +55,7 @@ def _failed(results: Sequence[TaskResult]) -> TaskResult:
     reasons = [f"rank {rank}: {result.reason}" for rank, result in by_cause if not result.ok]
     tails = [f"output of rank {rank}:\n{result.output_tail}" for rank, result in by_cause if result.output_tail]
     cause = by_cause[0][1]
-    flags = {"timed_out": cause.timed_out, "limit_reached": cause.limit_reached}
+    flags: dict[str, Any] = {"timed_out": cause.timed_out, "limit_reached": cause.limit_reached}
     return TaskResult(False, None, "; ".join(reasons), cause.seconds, "\n".join(tails), **flags)  # noqa: FBT003 - it is no flag
 
 
