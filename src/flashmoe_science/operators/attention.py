@@ -124,6 +124,7 @@ class AttentionOperator(KernelOperator):
 
     name = "attention"
     fresh: ClassVar[tuple[str, ...]] = ("q", "k", "v", "sinks", "bias")
+    heads_along = {"q": 1, "k": 1, "v": 1, "sinks": 0, "alibi": 0, "bias": 1}
     keys = {
         "batch": int, "heads": int, "heads_kv": int, "seqlen_q": int, "seqlen_k": int, "head_dim": int,
         "head_dim_v": int, "dtype": str, "causal": bool, "softmax_scale": float,

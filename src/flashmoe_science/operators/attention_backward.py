@@ -68,6 +68,7 @@ class BackwardOperator(KernelOperator):
 
     name = "attention_backward"
     fresh: ClassVar[tuple[str, ...]] = ("do",)  # o and the LSE follow from q, k and v
+    heads_along = {"q": 1, "k": 1, "v": 1, "do": 1, "o": 1, "lse": 1, "sinks": 0, "alibi": 0, "bias": 1}
     keys = {
         "batch": int, "heads": int, "heads_kv": int, "seqlen_q": int, "seqlen_k": int, "head_dim": int,
         "head_dim_v": int, "dtype": str, "causal": bool, "softmax_scale": float,

@@ -40,6 +40,7 @@ class VarlenOperator(KernelOperator):
 
     name = "attention_varlen"
     fresh: ClassVar[tuple[str, ...]] = ("q", "k", "v")
+    heads_along = {"q": 1, "k": 1, "v": 1}
     keys = {
         "lengths": list, "lengths_k": list, "heads": int, "heads_kv": int, "head_dim": int, "head_dim_v": int,
         "dtype": str, "causal": bool, "softmax_scale": float,

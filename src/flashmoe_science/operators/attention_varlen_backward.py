@@ -65,6 +65,7 @@ class VarlenBackwardOperator(VarlenOperator):
     """The gradients of attention of packed sequences, for the harness."""
 
     name = "attention_varlen_backward"
+    heads_along = {"q": 1, "k": 1, "v": 1, "do": 1, "o": 1, "lse": 0}
     kernels = {
         "flash_attention_varlen_backward": "auto",
         "varlen_backward_triton": "backward_triton",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import random
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -64,6 +65,8 @@ class KernelOperator:
     expanded: ClassVar[Sequence[str]] = ("k", "v")  # of which sequences or heads may be one
     max_interpreter_steps: ClassVar[int] = 1024  # about a minute in Triton's interpreter
     fresh: ClassVar[tuple[str, ...]] = ()  # inputs that are normal, and of which no other input was worked out
+
+    heads_along: ClassVar[Mapping[str, int]] = {}  # the axis of heads, of q or of K/V, of the inputs that have one
 
     # Cases
 
@@ -163,6 +166,31 @@ class KernelOperator:
         """Return the rate that bounds a problem; fp32 may run on the tf32 units."""
         dtype: str = self.sizes(problem).dtype
         return "tf32" if dtype == "fp32" else dtype
+
+    def sample(
+        self, problem: Any, inputs: Inputs, *, seed: int
+    ) -> tuple[Any, Inputs, Callable[[torch.Tensor], torch.Tensor], int] | None:
+        """Return one head of K and V, drawn by ``seed``, with the heads of q that share it.
+
+        Returns:
+            Its problem, views of its inputs, what picks its part of an output, and the number of such parts. None: the
+            operator has no heads, or there is one.
+        """
+        table = self.as_table(problem)
+        heads_kv = table.get("heads_kv", table.get("heads", 1))
+        if not self.heads_along or heads_kv < 2:
+            return None
+        heads, chosen = table["heads"], random.Random(seed).randrange(heads_kv)
+
+        def pick(tensor: torch.Tensor, axis: int = 1) -> torch.Tensor:
+            size = tensor.shape[axis]
+            step = size // heads_kv
+            return tensor.narrow(axis, chosen * step, step) if size in (heads, heads_kv) else tensor
+
+        axes = self.heads_along
+        its = {name: pick(tensor, axes[name]) if name in axes else tensor for name, tensor in inputs.items()}
+        one = self.parse_case({**table, "heads": heads // heads_kv, "heads_kv": 1})
+        return one, its, pick, heads_kv
 
     # Stress draws
 

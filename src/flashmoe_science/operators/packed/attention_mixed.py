@@ -38,6 +38,7 @@ class MixedOperator(VarlenOperator):
 
     name = "attention_mixed"
     fresh = ("q", "k", "v")
+    heads_along = {"q": 1, "k": 2, "v": 2}
     keys = {**VarlenOperator.keys, "page_size": int, "batch_invariant": bool}
     required: ClassVar[Sequence[str]] = ("lengths", "heads", "head_dim", "dtype", "page_size")
     omitted = {**VarlenOperator.omitted, "batch_invariant": False}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from ...errors import ProofError
 from ..records.evidence import OutputAccuracy
 from ..spent import spending
-from ..subject.operator import Inputs, Operator, Part
+from ..subject.operator import Inputs, Operator, Part, Sample
 from ..subject.outputs import known_parts, names_of
 
 _ELEMENTS_AT_ONCE = 2**27  # 1 GiB in fp64
@@ -47,6 +47,7 @@ class Expected:
     low_precision_error: float
     rms_budget: float  # root mean square of all errors allowed
     allowed: Allowed | None = None  # None: too few elements for a budget of each row
+    pick: Callable[[torch.Tensor], torch.Tensor] | None = None  # the part of an answer that this is; None: the whole
 
     @property
     def nbytes(self) -> int:
@@ -68,6 +69,12 @@ def find_expected(operator: Operator, problem: Any, inputs: Inputs, part: Part |
     error. Of few elements the latter is luck: then it counts only where nothing else does, and of several draws.
     """
     return Whole(operator, problem, inputs).expected(part)
+
+
+def find_sampled(operator: Operator, sample: Sample) -> ExpectedOutputs:
+    """Return what a part of an answer has to be."""
+    found = Whole(operator, sample.problem, sample.inputs).expected(None)
+    return tuple(replace(each, pick=sample.pick) for each in found)
 
 
 class Whole:

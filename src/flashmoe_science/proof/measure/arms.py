@@ -373,10 +373,13 @@ def check_again(arm: Arm, values: FreshValues, places: Sequence[int], device: Ti
 
 def fault_of(answer: Answer, expected: ExpectedOutputs) -> str:
     """Return how an answer differs from what is right by more than is allowed, or an empty text."""
-    for part, wanted in zip(parts(answer), expected, strict=True):
+    for whole, wanted in zip(parts(answer), expected, strict=True):
         its = f"its {wanted.output}" if wanted.output else "it"
-        if odd := not_plain(part):
+        if odd := not_plain(whole):
             return odd
+        if wanted.pick is not None and whole.isnan().any():
+            return f"{its} has NaN"
+        part = whole if wanted.pick is None else wanted.pick(whole)
         if part.shape != wanted.exact.shape:
             return f"{its} has shape {list(part.shape)}, expected {list(wanted.exact.shape)}"
         accuracy, fault = judge(part, wanted)

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from ..subject.operator import Inputs, Operator, Part
+from ..subject.operator import Inputs, Operator, Part, sample_of
 from . import schedule
-from .allowed_error import ExpectedOutputs, Whole
+from .allowed_error import ExpectedOutputs, Whole, find_sampled
 
 _STRIDE = 7919  # between the seeds of two sets: an operator may use the next few numbers too
 _PART = 64  # of a tensor, one in so many elements is new where the others stay
@@ -41,7 +41,10 @@ class Made:
 class FreshValues:
     """Writes values into the sets of inputs of one case."""
 
-    def __init__(self, operator: Operator, problem: Any, input_sets: Sequence[Inputs], device: str) -> None:
+    def __init__(
+        self, operator: Operator, problem: Any, input_sets: Sequence[Inputs], device: str, *, sampled: bool = False
+    ) -> None:
+        """``sampled``: compare with what is right for a part that is drawn, where the operator knows parts."""
         self._operator = operator
         self._problem = problem
         self._input_sets = input_sets
@@ -52,6 +55,10 @@ class FreshValues:
         self._sample = ""
         self._seeds: dict[int, int] = {}  # place -> of the values that it holds
         self._whole: tuple[tuple[int, int], Whole] | None = None
+        self._part: tuple[tuple[int, int], ExpectedOutputs] | None = None
+        self.parts = 1  # of an answer, of which one is compared
+        if sampled and (sample := sample_of(operator, problem, input_sets[0], seed=0)):
+            self.parts = sample.parts
 
     def begin_round(self, seed: int) -> None:
         """Take the seed of a round."""
@@ -83,8 +90,19 @@ class FreshValues:
         return places[random.Random(f"{self._round}/{self._sample}/compared").randrange(len(places))]
 
     def expected(self, place: int, part: Part | None = None) -> ExpectedOutputs:
-        """Return what is right for the values at ``place``. The last one is kept: the next arm asks for it too."""
+        """Return what is right for the values at ``place``, or for a part of them, drawn by their seed.
+
+        The last one is kept: the next arm asks for it too.
+        """
         key = place, self._seeds[place]
+        if self.parts > 1:
+            if self._part is None or self._part[0] != key:
+                self._part = None
+                drawn = schedule.derived_seed(self._round, f"{self._sample}/part", *key)
+                sample = sample_of(self._operator, self._problem, self._input_sets[place], seed=drawn)
+                assert sample is not None
+                self._part = key, find_sampled(self._operator, sample)
+            return self._part[1]
         if self._whole is None or self._whole[0] != key:
             self._whole = None  # fp64 of two may not fit
             self._whole = key, Whole(self._operator, self._problem, self._input_sets[place])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from .shared_state import SharedState
 ROUNDS_PER_SESSION = 10  # a profiler's buffers are finite
 
 _PARTS = 4  # answers to values of which few are new
+_LONG_TRUTH_S = 1.0  # an exact answer that takes longer is worked out once before the rounds
 _NO_SUBJECT = "the subject cannot be measured in this case"
 
 
@@ -124,8 +126,8 @@ def measure_case(
     if reason := agree(reason, "set up"):
         arms = [Arm(each, each.name, each.role, "failed", reason) for each in loaded]
     else:
-        slow = max(meet(slow, "the truth took"))
-        values = FreshValues(case.operator, case.problem, input_sets, timer.name)
+        sampled = slow > schedule.LONGEST_TRUTH_S
+        values = FreshValues(case.operator, case.problem, input_sets, timer.name, sampled=sampled)
         values.begin_round(seeds.next())
         arms = _prepare(case, loaded, plan, timer, input_sets, expected, values, seeds)
         expected.clear()  # fp64 of large gradients, of which the rounds make more
@@ -133,7 +135,7 @@ def measure_case(
             changes = plan.changes or SharedState().changes
             in_cache = _nbytes(input_sets[0]) * len(input_sets) < 2 * timer.l2_bytes
             writer = Writer(values, timer, in_cache=in_cache, seconds_per_set=write_seconds)
-            samples = _take_rounds(arms, writer, seeds, plan, timer, on_round, slow=slow)
+            samples = _take_rounds(arms, writer, seeds, plan, timer, on_round, slow=slow / values.parts)
             _check_shared(arms, samples, changes)
             _check_again(arms, samples, values, seeds, timer)
     rounds = samples.as_rounds(plan.process) if arms[0].ready else None
@@ -179,14 +181,19 @@ def _make_input_sets(case: Case, seeds: _Seeds, timer: Timer) -> tuple[list[dict
 def _find_expected(
     case: Case, seeds: _Seeds, input_sets: Sequence[Inputs], timer: Timer
 ) -> tuple[dict[int, Whole], float]:
-    """Return the exact answers to two sets drawn at random, and the seconds that one takes."""
+    """Return the exact answers to two sets drawn at random, or to one if it takes long, and the seconds of one."""
     places = random.Random(seeds.next()).sample(range(len(input_sets)), min(2, len(input_sets)))
     found: dict[int, Whole] = {}
+    seconds = math.inf
+    for place in places:
 
-    def find() -> None:
-        found.update({place: Whole(case.operator, case.problem, input_sets[place]) for place in places})
+        def find(place: int = place) -> None:
+            found[place] = Whole(case.operator, case.problem, input_sets[place])
 
-    return found, timer.wall_seconds([find]) / len(places)
+        seconds = min(seconds, max(meet(timer.wall_seconds([find]), "the truth took")))  # the first loads libraries
+        if seconds > _LONG_TRUTH_S:
+            break
+    return found, seconds
 
 
 def _nbytes(inputs: Inputs) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 
 from ...gpu.planning import Axis, PlannedKernel, Work
 from ...gpu.specs import GpuSpec
@@ -237,6 +237,38 @@ def part_of(operator: Operator, problem: Any, entry: Callable[..., Any] | None, 
     if entry is None or not isinstance(operator, Ranked) or operator.ranks(problem) == 1:
         return None
     return Part(operator, problem, operator.layout(entry), rank)
+
+
+class Sample(NamedTuple):
+    """Part of a call, whose answer is that part of the whole answer."""
+
+    problem: Any
+    inputs: Inputs
+    pick: Callable[[torch.Tensor], torch.Tensor]  # of a whole output, the part
+    parts: int  # of the whole, all alike
+
+
+@runtime_checkable
+class Sampling(Protocol):
+    """What an operator may offer besides: parts of a call that do not depend on one another, e.g. heads.
+
+    Where it takes long to work out what is right, answers of timed calls are compared with that of a part drawn at
+    random. Gate correct, and the first answers of each process, are compared whole.
+    """
+
+    def sample(
+        self, problem: Any, inputs: Inputs, *, seed: int
+    ) -> tuple[Any, Inputs, Callable[[torch.Tensor], torch.Tensor], int] | None:
+        """Return a part drawn by ``seed``, as ``Sample`` has it, or None where the problem has none."""
+
+
+def sample_of(operator: Operator, problem: Any, inputs: Inputs, *, seed: int) -> Sample | None:
+    """Return a part of a call, or None where the operator knows none, or ranks make it."""
+    if ranks_of(operator, problem) > 1:
+        return None
+    draw = getattr(operator, "sample", None)  # not by isinstance: a revision's operator hands it on
+    found = None if draw is None else draw(problem, inputs, seed=seed)
+    return None if found is None else Sample(*found)
 
 
 @runtime_checkable

@@ -1,0 +1,100 @@
+"""One head of K and V, drawn at random: what is right for it is that part of what is right for the whole call."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+from flashmoe_science.operators import MODULES
+from flashmoe_science.proof.measure.allowed_error import find_sampled
+from flashmoe_science.proof.measure.arms import fault_of
+from flashmoe_science.proof.measure.fresh_values import FreshValues
+from flashmoe_science.proof.subject.operator import sample_of
+from flashmoe_science.proof.subject.outputs import parts
+
+HEADS = {"heads": 6, "heads_kv": 3, "head_dim": 16, "dtype": "fp16"}
+FIXED = {**HEADS, "batch": 2, "seqlen_q": 9, "seqlen_k": 13, "causal": True}
+PACKED = {**HEADS, "lengths": [3, 0, 7], "causal": True}
+CASES = {
+    "attention": {**FIXED, "sinks": "fp32", "alibi": "fp32", "bias": "fp16"},
+    "attention_backward": {**FIXED, "softcap": 5.0},
+    "attention_train": FIXED,
+    "attention_varlen": PACKED,
+    "attention_varlen_backward": PACKED,
+    "attention_mixed": {**PACKED, "lengths": [1, 1, 7], "lengths_k": [9, 3, 17], "page_size": 4},
+    "attention_masked": {**HEADS, "batch": 2, "seqlen_q": 128, "mask": "documents", "amount": 32},
+}
+
+
+def made(name, **changes):
+    operator = importlib.import_module(f"flashmoe_science.operators.{MODULES[name]}").OPERATOR
+    problem = operator.parse_case({**CASES[name], **changes})
+    return operator, problem, operator.make_inputs(problem, seed=3, device="cpu")
+
+
+def drawn(operator, problem, inputs, seed):
+    one = sample_of(operator, problem, inputs, seed=seed)
+    assert one is not None
+    return one
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_answer_of_a_part_is_part_of_the_answer(name):
+    operator, problem, inputs = made(name)
+    for seed in range(4):
+        one = drawn(operator, problem, inputs, seed)
+        assert one.parts == 3
+        for what, tolerance in (("exact", 1e-12), ("low_precision", 2e-3), ("error_scale", 1e-4)):
+            whole, part = (getattr(operator, what)(*call) for call in ((problem, inputs), (one.problem, one.inputs)))
+            if what == "error_scale":
+                whole, part = (tuple(largest for largest, _ in scales) for scales in (whole, part))
+            for each, its in zip(parts(whole), parts(part), strict=True):
+                torch.testing.assert_close(one.pick(each), its, rtol=tolerance, atol=tolerance)
+
+
+def test_of_one_head_there_is_no_part():
+    operator, problem, inputs = made("attention", heads_kv=1)
+    assert sample_of(operator, problem, inputs, seed=0) is None
+
+
+def test_each_head_is_drawn_and_a_fault_in_one_is_found():
+    operator, problem, inputs = made("attention")
+    o = operator.exact(problem, inputs)
+    right = o.to(torch.float16)
+    wrong = right.clone()
+    wrong[1, 5, 8] *= 1.2  # of the third head of K and V
+    found = []
+    for seed in range(20):
+        expected = find_sampled(operator, drawn(operator, problem, inputs, seed))
+        assert not fault_of(right, expected)
+        found.append(bool(fault_of(wrong, expected)))
+    assert 0 < sum(found) < 20
+
+
+def test_nan_outside_of_the_part_is_a_fault():
+    operator, problem, inputs = made("attention")
+    answer = operator.exact(problem, inputs).to(torch.float16)
+    for head in range(6):
+        spoilt = answer.clone()
+        spoilt[0, head, 0, 0] = torch.nan
+        assert fault_of(spoilt, find_sampled(operator, drawn(operator, problem, inputs, 1))) == "it has NaN"
+
+
+def test_timed_values_are_compared_by_parts_where_that_is_asked_for():
+    operator, problem, inputs = made("attention")
+    for sampled, heads in ((True, 2), (False, 6)):
+        values = FreshValues(operator, problem, [inputs], "cpu", sampled=sampled)
+        values.begin_round(7)
+        seen = set()
+        for _ in range(12):
+            values.write([0])
+            (expected,) = values.expected(0)
+            assert expected.exact.shape[1] == heads
+            assert values.expected(0)[0] is expected  # the next arm is compared with the same part
+            answer = operator.exact(problem, inputs).to(torch.float16)
+            assert not fault_of(answer, (expected,))
+            seen.add(float(answer[0, 0, 0, 0]) if expected.pick is None else float(expected.pick(answer)[0, 0, 0, 0]))
+        assert len(seen) == 12
+        assert values.parts == (3 if sampled else 1)
