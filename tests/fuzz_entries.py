@@ -153,8 +153,8 @@ def of_parts() -> Arguments:
 
 def of_rows() -> Arguments:
     return {
-        "q": half(2, 4, 2, 8), "kv_cache": half(4, 3, 1, 8), "indices": ints(0, 5, -1, 2, 3, 1, 4, 0).view(2, 2, 2),
-        "page_table": ints(0, 2, 3, 1).view(2, 2), "head_dim_v": 4, "sinks": half(4), "softmax_scale": 0.4,
+        "q": half(2, 4, 2, 576), "kv_cache": half(4, 3, 1, 576), "indices": ints(0, 5, -1, 2, 3, 1, 4, 0).view(2, 2, 2),
+        "page_table": ints(0, 2, 3, 1).view(2, 2), "head_dim_v": 512, "sinks": half(4), "softmax_scale": 0.4,
         "num_splits": 0, "batch_invariant": False, "return_lse": True, "kernel": "auto",
     }  # fmt: skip
 
@@ -179,7 +179,12 @@ def of_experts() -> Arguments:
 def of_expert_gradients() -> Arguments:
     given = of_experts()
     kept = ("x", "w_gate_up", "w_down", "topk_weights", "topk_ids", "activation", "bias_gate_up", "bias_down", "kernel")
-    return {"do": half(5, 8), "product": half(10, 12), **{name: given[name] for name in kept}}
+    experts = given["topk_ids"].flatten().long()
+    columns = torch.einsum(
+        "pk,pnk->pn", given["x"].float().repeat_interleave(2, 0), given["w_gate_up"].float()[experts]
+    )
+    product = (columns + given["bias_gate_up"].float()[experts]).half()
+    return {"do": half(5, 8), "product": product, **{name: given[name] for name in kept}}
 
 
 def of_route() -> Arguments:
