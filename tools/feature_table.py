@@ -36,6 +36,7 @@ LETTERS = {
     "forward_short_gluon": "S",
     "forward_gluon_sm90": "H",
     "forward_features_gluon_sm90": "F",
+    "forward_wide_gluon_sm90": "W",
     "forward_triton": "T",
     "forward_masked_triton": "K",
     "mixed_triton": "X",

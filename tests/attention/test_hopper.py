@@ -350,7 +350,7 @@ def longest_share(problem: AttentionProblem) -> float:
     tiles_m, heads, group = (
         -(-problem.seqlen_q // rows),
         problem.batch * problem.heads,
-        hopper_heads_per_group(problem, hopper_config(problem, H200)),
+        hopper_heads_per_group(problem, hopper_config(problem, H200).pack),
     )
     programs = [0] * min(tiles_m * heads, H200.sms)
     for tile in range(tiles_m * heads):
@@ -374,7 +374,7 @@ def test_causal_programs_have_as_much_to_do(head_dim, heads, keys):
 def test_heads_of_a_group_have_their_keys_in_l2(batch, heads, heads_kv, keys, group):
     """At D 128 a head's K and V take 512 B a key; groups are as equal as can be."""
     problem = make_problem(batch, heads, keys, heads_kv=heads_kv, causal=True)
-    assert hopper_heads_per_group(problem, hopper_config(problem, H200)) == group
+    assert hopper_heads_per_group(problem, hopper_config(problem, H200).pack) == group
 
 
 def test_a_program_has_a_tile_at_least():

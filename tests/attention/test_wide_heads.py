@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
 
 from flashmoe_science import flash_attention, flash_attention_with_kv_cache
+from flashmoe_science.attention import reference
 from flashmoe_science.attention.backward.plan import plan_backward
 from flashmoe_science.attention.backward.problem import BackwardProblem
 from flashmoe_science.attention.decode.plan import plan_with_kv_cache
@@ -21,6 +23,8 @@ from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.errors import UnsupportedError
 from flashmoe_science.gpu.specs import SPECS
 from flashmoe_science.operators.attention import OPERATOR
+
+from .checks import poison_allocator
 
 GPUS = {80: "A100", 86: "A10G", 89: "L4", 90: "H200", 100: "B200", 120: "RTX 5090"}
 TOO_SMALL = (86, 89, 120)  # for gradients of fp32
@@ -93,6 +97,97 @@ def test_tiles_fit(arch, dtype, features):
         spills = arch == 90 and features == "plain" and kernel.source.name in ("_forward_kernel", "_backward_kv_kernel")
         allowed = 96 if spills else 32  # tiles that spill there were faster than others
         assert dtype == "fp32" or code.count(("LDL", "STL"), in_loops=True) <= allowed, kernel.source.name
+
+
+WIDE = "forward_wide_gluon_sm90"
+WIDE_CASES = [
+    AttentionProblem(1, 16, 2, 16384, 16384, 512, 512, "bf16", causal=True, return_lse=True),
+    AttentionProblem(2, 8, 8, 300, 500, 264, 400, "fp16"),
+    AttentionProblem(2, 6, 2, 500, 300, 512, 320, "bf16", causal=True),
+]
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("problem", WIDE_CASES, ids=str)
+def test_the_kernel_for_hopper_compiles(problem):
+    """Within shared memory, with nothing in local memory in its loops, and with all products in flight."""
+    pytest.importorskip("triton", reason="Triton exists for Linux only")
+    from flashmoe_science.attention.forward.prepare import prepare_kernels
+    from flashmoe_science.gpu.compile import compile_kernel, read_code, read_resources
+    from flashmoe_science.gpu.launch import count_parameters
+
+    (kernel,) = prepare_kernels(plan_attention(problem, SPECS["H200"], WIDE))
+    found = read_resources(kernel.source, 90)
+    assert found.shared_memory_bytes <= SPECS["H200"].shared_memory_per_block_bytes
+    assert found.spill_bytes <= 8
+    # Of each warpgroup 32 for scores, three times, and 4 for the output, as often.
+    assert sum(count for name, count in found.instructions.items() if "GMMA" in name) == 2 * 3 * 36
+    compiled = compile_kernel(kernel.source, 90)
+    assert read_code(compiled, kernel.source.name, 90).count(("LDL", "STL"), in_loops=True) <= 8
+    count_parameters(kernel.source, compiled.asm["ptx"])
+    assert kernel.tensors == ("q", "k", "v", "o_ptr", "lse_ptr")
+
+
+WIDE_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "narrow": ({"head_dim": 256}, "head dimensions of 257 to 512 that are multiples of 8"),
+    "narrow values": ({"head_dim_v": 64}, "head dimensions of 257 to 512 that are multiples of 8"),
+    "odd": ({"head_dim": 300}, "head dimensions of 257 to 512 that are multiples of 8"),
+    "fp32": ({"dtype": "fp32"}, "fp16 and bf16 only"),
+    "window": ({"window": (100, -1)}, "does not serve a sliding window"),
+    "rows": ({"q_strides": (2**22, 2**20, 516, 1)}, "multiples of 16 bytes"),
+}
+
+
+@pytest.mark.parametrize("why", WIDE_REFUSED)
+def test_what_the_kernel_for_hopper_refuses(why):
+    changes, message = WIDE_REFUSED[why]
+    problem = dataclasses.replace(WIDE_CASES[0], **changes)
+    with pytest.raises(UnsupportedError, match=message):
+        plan_attention(problem, SPECS["H200"], WIDE)
+    with pytest.raises(UnsupportedError, match="it is for sm_90"):
+        plan_attention(WIDE_CASES[0], SPECS["B200"], WIDE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v"),
+    [(2, 2, 128, 64, 512, 512), (4, 1, 1000, 1000, 512, 512), (4, 2, 1, 300, 264, 512), (2, 1, 65, 1500, 512, 264),
+     (6, 3, 129, 128, 400, 320), (3, 1, 700, 333, 512, 512), (1, 1, 2500, 2500, 512, 512)],
+)  # fmt: skip
+def test_the_kernel_for_hopper_is_right(heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v, causal, dtype):
+    """Beside fp64, with what lies in memory poisoned; rows without keys are 0, their LSE -inf; the same bits again."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    sizes = {"batch": 2, "heads": heads, "heads_kv": heads_kv, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    table = {**sizes, "head_dim": head_dim, "head_dim_v": head_dim_v, "dtype": dtype, "causal": causal}
+    case = OPERATOR.parse_case(table)
+    tensors = OPERATOR.make_inputs(case, seed=seqlen_q, device="cuda")
+    q, k, v = (tensors[name] for name in "qkv")
+    poison_allocator(1 << 22)
+    o, lse = flash_attention(q, k, v, causal=causal, return_lse=True, kernel=WIDE)
+    exact, exact_lse = reference.attention(q, k, v, causal=causal, dtype=torch.float64)
+    low = OPERATOR.low_precision(case, tensors)
+    assert (o.double() - exact).abs().max().item() <= OPERATOR.error_budget(exact, low)
+    assert torch.equal(lse == -torch.inf, exact_lse == -torch.inf)
+    seen = exact_lse > -torch.inf
+    assert (lse.double() - exact_lse)[seen].abs().max().item() < 1e-3
+    for _ in range(20):
+        assert torch.equal(o, flash_attention(q, k, v, causal=causal, kernel=WIDE))
+
+
+@pytest.mark.gpu
+def test_the_kernel_for_hopper_meets_rising_scores():
+    """Later tiles have larger scores than the first that is walked over, by far: the maximum has to be raised."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 640, 512, generator=generator, device="cuda").bfloat16() for _ in range(3))
+    k *= torch.linspace(6, 0.1, 640, device="cuda").bfloat16()[:, None]
+    o = flash_attention(q, k, v, kernel=WIDE)
+    exact, _ = reference.attention(q, k, v, dtype=torch.float64)
+    assert (o.double() - exact).abs().max().item() <= 2e-2
 
 
 def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import subprocess
 import sys
 import threading
 import types
@@ -45,6 +46,16 @@ def test_another_body_of_the_same_function_is_named(monkeypatch):
     changes = Guard().changes
     monkeypatch.setattr(allowed_error.max_error, "__code__", (lambda answer, exact: 0.0).__code__)
     assert f"{allowed_error.__name__}.max_error is another function" in changes()
+
+
+def test_what_the_first_call_of_vmap_registers_is_no_change():
+    """FlexAttention makes its masks with it. In a process of its own, where nobody has called it."""
+    text = (
+        "import torch; from flashmoe_science.proof.measure.shared_state import Guard; changes = Guard().changes;"
+        "torch.func.vmap(torch.neg)(torch.zeros(1)); print(changes() or 'nothing')"
+    )
+    child = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120, check=True)
+    assert child.stdout.strip() == "nothing"
 
 
 def test_another_kernel_behind_an_operator_of_torch_is_named():

@@ -50,6 +50,14 @@ class HopperConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class WideConfig:
+    """Tile of ``forward_wide_gluon_sm90``."""
+
+    block_m: int  # query rows of one program
+    block_n: int  # keys of one step
+
+
+@dataclass(frozen=True, slots=True)
 class MixedConfig:
     """Tiles of ``mixed_triton``."""
 
@@ -67,7 +75,7 @@ class Plan:
     gpu: str  # "CPU" for the reference
     arch: int  # 90 for sm_90; 0 for the reference
     kernel: str
-    config: ForwardConfig | ShortConfig | HopperConfig | MixedConfig | None
+    config: ForwardConfig | ShortConfig | HopperConfig | WideConfig | MixedConfig | None
     launches: tuple[PlannedLaunch, ...]
     reason: str
 

@@ -16,7 +16,7 @@ from ..attention.api import flash_attention
 from ..attention.forward.plan import plan_attention
 from ..attention.inputs import check_window
 from ..attention.problem import ITEM_BYTES, AttentionProblem, canonical_strides
-from ..attention.tiles import ForwardConfig, HopperConfig, Plan
+from ..attention.tiles import ForwardConfig, HopperConfig, Plan, WideConfig
 from ..gpu.planning import Axis, Work
 from ..gpu.specs import SPECS
 from .attention_scale import forward_scale
@@ -33,6 +33,7 @@ forward_triton = functools.partial(flash_attention, kernel="forward_triton")
 forward_short_gluon = functools.partial(flash_attention, kernel="forward_short_gluon")
 forward_gluon_sm90 = functools.partial(flash_attention, kernel="forward_gluon_sm90")
 forward_features_gluon_sm90 = functools.partial(flash_attention, kernel="forward_features_gluon_sm90")
+forward_wide_gluon_sm90 = functools.partial(flash_attention, kernel="forward_wide_gluon_sm90")
 
 # Local memory a thread that a kernel may use. The warpgroups of forward_gluon_sm90 have all registers that there are,
 # and keep a few numbers of a row tile there, once a row tile; tests/attention/test_hopper.py sees to it that no loop
@@ -137,6 +138,7 @@ class AttentionOperator(KernelOperator):
         "flash_attention": "auto",
         **{kernel: kernel for kernel in (
             "forward_triton", "forward_short_gluon", "forward_gluon_sm90", "forward_features_gluon_sm90",
+            "forward_wide_gluon_sm90",
         )},
     }  # fmt: skip
     public_module = flash_attention.__module__
@@ -219,7 +221,8 @@ class AttentionOperator(KernelOperator):
         if plan.problem.item_bytes != 2 or kernel in _WITHOUT_PRODUCTS:
             return ""
         config = plan.config
-        wgmma = isinstance(config, HopperConfig) or (isinstance(config, ForwardConfig) and config.block_m >= 64)
+        wgmma = isinstance(config, HopperConfig | WideConfig)
+        wgmma |= isinstance(config, ForwardConfig) and config.block_m >= 64
         if plan.arch == 90:
             return "HGMMA" if wgmma else "HMMA"
         if plan.arch // 10 == 10:  # sm_100 and sm_103

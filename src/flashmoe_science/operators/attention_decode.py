@@ -81,6 +81,7 @@ class DecodeOperator(KernelOperator):
     planner = staticmethod(plan_with_kv_cache)
     preparer = "flashmoe_science.attention.decode.prepare:prepare_cache_kernels"
     instead = "decode_triton"
+    spill_bytes = {"_decode_kernel": 16}  # of MLA over fp8 caches with a scale a token on sm_90, by Triton 3.6
     stress_draws = (*OF_VALUES, "strided", "odd_offset")
     laid_out = ("q",)  # a cache is allocated once, by whom it serves
 

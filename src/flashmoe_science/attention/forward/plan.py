@@ -21,11 +21,12 @@ from .plan_sm90 import hopper_plan, hopper_refusal, hopper_underfills
 from .short_plan import short_passed_over, short_plan, short_refusal, short_slower_than_hopper
 from .triton_plan import forward_plan
 from .variants_plan import FEATURES_KERNEL, variants_passed_over, variants_plan, variants_refusal
+from .wide_plan import WIDE_KERNEL, wide_plan, wide_refusal
 
 MAX_HEAD_DIM = 512
 KERNELS = (
-    "forward_short_gluon", "forward_gluon_sm90", FEATURES_KERNEL, "forward_triton", MASKED_KERNEL,
-    MIXED_KERNEL, "reference",
+    "forward_short_gluon", "forward_gluon_sm90", WIDE_KERNEL, FEATURES_KERNEL, "forward_triton",
+    MASKED_KERNEL, MIXED_KERNEL, "reference",
 )  # fmt: skip
 
 
@@ -78,7 +79,8 @@ def _refusal(kernel: str, problem: AttentionProblem, gpu: GpuSpec) -> str | None
     if kernel == "forward_triton":
         return "it does not serve a block mask" if problem.mask_heads else None
     if not problem.features:
-        return short_refusal(problem, gpu) if kernel == "forward_short_gluon" else hopper_refusal(problem, gpu)
+        plain = {"forward_short_gluon": short_refusal, WIDE_KERNEL: wide_refusal}
+        return plain.get(kernel, hopper_refusal)(problem, gpu)
     *first, last = problem.features
     return f"it does not serve {', '.join(first)}{' and ' if first else ''}{last}"
 
@@ -103,6 +105,7 @@ def _forced_plan(problem: AttentionProblem, gpu: GpuSpec, kernel: str) -> Plan:
     plans = {
         "forward_short_gluon": short_plan,
         "forward_gluon_sm90": hopper_plan,
+        WIDE_KERNEL: wide_plan,
         FEATURES_KERNEL: variants_plan,
         "forward_triton": forward_plan,
         MASKED_KERNEL: masked_plan,

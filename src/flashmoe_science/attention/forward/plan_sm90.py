@@ -180,21 +180,28 @@ def hopper_edge_tiles(problem: AttentionProblem, config: HopperConfig) -> int:
     return 1 + (rows - 2 + behind + config.block_n - 1) // config.block_n
 
 
-def hopper_heads_per_group(problem: AttentionProblem, config: HopperConfig) -> int:
-    """Return how many heads, or packs of heads, are walked over together when causal.
+def hopper_heads_per_group(problem: AttentionProblem, pack: int) -> int:
+    """Return how many heads, or packs of ``pack`` heads, are walked over together when causal.
 
     As many as have their K and V in L2 together: the longest row tiles of all come first, and the next row tiles of a
     head find its K and V there. The groups are as equal as they can be: the row tiles of a small last one would not
     fill the GPU.
     """
-    heads = problem.batch * problem.heads // config.pack
+    heads = problem.batch * problem.heads // pack
     kv_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.item_bytes
-    fitting = max(1, _HOPPER_L2_BYTES * (problem.group // config.pack) // kv_bytes)
+    fitting = max(1, _HOPPER_L2_BYTES * (problem.group // pack) // kv_bytes)
     return cdiv(heads, cdiv(heads, fitting))
 
 
 def hopper_refusal(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
     """Return why ``forward_gluon_sm90`` cannot serve ``problem``, or None."""
+    if refusal := _head_dim_refusal(problem):
+        return refusal
+    return hopper_call_refusal(problem, gpu, hopper_tiles(problem, hopper_config(problem, gpu)))
+
+
+def hopper_call_refusal(problem: AttentionProblem, gpu: GpuSpec, tiles: int) -> str | None:
+    """Return why a kernel for Hopper with ``tiles`` row tiles cannot serve ``problem``, or None."""
     if gpu.arch != 90:
         return f"it is for sm_90, this GPU is sm_{gpu.arch}"
     if problem.item_bytes != 2:
@@ -203,11 +210,9 @@ def hopper_refusal(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
         return "there are no keys"
     if problem.scale_log2 < SMALLEST_SCALE_LOG2:
         return "it needs a positive softmax_scale, of normal size in fp32"
-    if refusal := _head_dim_refusal(problem):
-        return refusal
     if problem.pointer_alignment < 16:
         return "TMA reads tensors that start at multiples of 16 bytes"
-    if max(problem.seqlen_q, problem.seqlen_k, hopper_tiles(problem, hopper_config(problem, gpu))) >= _HOPPER_MAX:
+    if max(problem.seqlen_q, problem.seqlen_k, tiles) >= _HOPPER_MAX:
         return f"it counts rows, keys and tiles up to {_HOPPER_MAX}"
     return _hopper_layout_refusal(problem)
 

@@ -8,15 +8,31 @@ from typing import Any
 import torch
 
 from ...gpu.compile import grouped
-from ...gpu.signature import Argument, Pointer, PreparedKernel, Scalar, kernel_source, prepare_kernel, scalars
+from ...gpu.signature import (
+    Argument,
+    Descriptor,
+    Pointer,
+    PreparedKernel,
+    Scalar,
+    kernel_source,
+    prepare_kernel,
+    scalars,
+)
 from ..kernel_arguments import ForwardCall, ForwardTile, ShortCall, ShortTile
 from ..masks.plan import MASKED_KERNEL
 from ..masks.prepare import prepare_masked
 from ..problem import ITEM_BYTES, LOG2_E, AttentionProblem
-from ..tiles import ForwardConfig, HopperConfig, Plan, ShortConfig, block_dim
+from ..tiles import ForwardConfig, HopperConfig, Plan, ShortConfig, WideConfig, block_dim
 from .gluon_sm90 import _forward_sm90_kernel
 from .merge_triton import _merge_partials_kernel
-from .plan_sm90 import hopper_edge_tiles, hopper_heads_per_group, hopper_is_aligned, hopper_tiles_m
+from .plan_sm90 import (
+    HOPPER_REGISTERS,
+    HOPPER_ROWS,
+    hopper_edge_tiles,
+    hopper_heads_per_group,
+    hopper_is_aligned,
+    hopper_tiles_m,
+)
 from .prepared import hopper_tiles
 from .short_gluon import _forward_short_kernel
 from .short_plan import short_alignment
@@ -24,6 +40,7 @@ from .stream_triton import _forward_kernel
 from .triton_plan import MERGE_ROWS, MERGE_WARPS
 from .variants_plan import FEATURES_KERNEL
 from .variants_prepare import prepare_features
+from .wide_gluon_sm90 import HALF, KEYS, _forward_wide_sm90_kernel
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 # All that a thread can have. Left to itself, ptxas spills a few bytes to fit one more block of a small tile on an SM,
@@ -75,6 +92,8 @@ def prepare_kernels(plan: Plan) -> tuple[PreparedKernel, ...]:
         return prepare_features(plan)
     if isinstance(plan.config, HopperConfig):
         return (_hopper(plan, plan.config),)
+    if isinstance(plan.config, WideConfig):
+        return (_wide(plan, plan.config),)
     if plan.kernel == MASKED_KERNEL and plan.launches:
         return (prepare_masked(plan, alignment(plan.problem)),)
     if isinstance(plan.config, ForwardConfig):
@@ -144,7 +163,7 @@ def _hopper(plan: Plan, config: HopperConfig) -> PreparedKernel:
             seqlen_k=p.seqlen_k,
             tiles_m=hopper_tiles_m(p, config),
             heads_total=p.batch * heads,
-            heads_per_group=hopper_heads_per_group(p, config),
+            heads_per_group=hopper_heads_per_group(p, config.pack),
         ),
         "scale_log2": Scalar("fp32", p.scale_log2),
     }
@@ -158,6 +177,41 @@ def _hopper(plan: Plan, config: HopperConfig) -> PreparedKernel:
         "TILE": tile,
     }
     source = kernel_source(_forward_sm90_kernel, arguments, constants, num_warps=4, dependent_launch=True)
+    return prepare_kernel(source, plan.launches[0].grid, arguments)
+
+
+def _wide(plan: Plan, config: WideConfig) -> PreparedKernel:
+    p, align_o = plan.problem, output_alignment(plan.problem)
+    rows, keys = (1, 1, HOPPER_ROWS, HALF.value), (1, 1, KEYS.value, HALF.value)
+    kv = p.batch, p.heads_kv, p.seqlen_k
+    arguments: dict[str, Argument] = {
+        "q_desc": Descriptor(p.dtype, rows, (p.batch, p.heads, p.seqlen_q, p.head_dim), p.q_strides, "q"),
+        "k_desc": Descriptor(p.dtype, keys, (*kv, p.head_dim), p.k_strides, "k"),
+        "v_desc": Descriptor(p.dtype, keys, (*kv, p.head_dim_v), p.v_strides, "v"),
+        "o_ptr": Pointer(p.dtype, aligned=True),
+        "lse_ptr": Pointer("fp32", aligned=True),
+        **scalars("i64", "o_strides", **dict(zip("bhm", in_units(p.output_strides[:3], align_o), strict=True))),
+        **scalars(
+            "i32",
+            "sizes",
+            heads=p.heads,
+            seqlen_q=p.seqlen_q,
+            seqlen_k=p.seqlen_k,
+            tiles_m=-(-p.seqlen_q // config.block_m),
+            heads_total=p.batch * p.heads,
+            heads_per_group=hopper_heads_per_group(p, 1),
+        ),
+        "scale_log2": Scalar("fp32", p.scale_log2),
+    }
+    constants = {
+        "GROUP": p.group,
+        "DV": p.head_dim_v,
+        "ALIGN_O": align_o,
+        "IS_CAUSAL": p.causal,
+        "STORE_LSE": p.return_lse,
+        "REGISTERS": HOPPER_REGISTERS[2],
+    }
+    source = kernel_source(_forward_wide_sm90_kernel, arguments, constants, num_warps=4, dependent_launch=True)
     return prepare_kernel(source, plan.launches[0].grid, arguments)
 
 

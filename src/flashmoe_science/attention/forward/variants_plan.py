@@ -107,7 +107,7 @@ def heads_together(problem: AttentionProblem, config: HopperConfig, programs: in
     if heads_fit(problem) is None:
         return 1
     tiles_m = cdiv(problem.seqlen_q, HOPPER_ROWS * config.warpgroups)
-    most = hopper_heads_per_group(without_features(problem), config)
+    most = hopper_heads_per_group(without_features(problem), config.pack)
     return _evenest(tiles_m, problem.batch * problem.heads, most, programs)
 
 

@@ -10,6 +10,10 @@ import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
 
 from .base import Baseline, Bound, Call, Inputs, SdpaBaseline, by_name, compile_flex
 
+# With fewer it takes its kernel for decoding, which torch 2.11 does not compile for a tree of 64 tokens with 4 heads on
+# one: no choice is left.
+_FEW_QUERIES = 128
+
 
 class Flex(Baseline):
     """FlexAttention, compiled, with the function of the mask."""
@@ -26,6 +30,8 @@ class Flex(Baseline):
             shown = problem.make_mask(str(device))[1]
             mask = flex.create_block_mask(shown, None, None, p.seqlen_q, p.seqlen_k, device=device)
             options = {"block_mask": mask, "scale": p.softmax_scale, "enable_gqa": p.group > 1}
+            if p.seqlen_q < _FEW_QUERIES:
+                options["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
             return functools.partial(compiled, inputs["q"], inputs["k"], inputs["v"], **options)
 
         return Bound(bind)

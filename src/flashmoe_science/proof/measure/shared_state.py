@@ -206,7 +206,11 @@ def guard_against(subject: Subject) -> Callable[[], str]:
 
 
 def _let_torch_choose() -> None:
-    """Call SDPA on the GPU, if there is one: the first call sets the priority of its backends, whoever makes it."""
+    """Make the first calls that set something for all: SDPA's the priority of its backends, vmap's some kernels.
+
+    FlexAttention's masks are made with vmap.
+    """
+    torch.func.vmap(torch.neg)(torch.zeros(1))
     if torch.version.cuda is not None and torch.cuda.is_available():
         x = torch.zeros(1, 1, 16, 64, dtype=torch.float16, device="cuda")
         F.scaled_dot_product_attention(x, x, x)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 BUILTIN_OPERATORS = {
     "attention": (
         *("flash_attention", "forward_triton", "forward_short_gluon"),
-        *("forward_gluon_sm90", "forward_features_gluon_sm90"),
+        *("forward_gluon_sm90", "forward_features_gluon_sm90", "forward_wide_gluon_sm90"),
     ),
     "attention_backward": ("flash_attention_backward", "backward_triton", "backward_gluon_sm90"),
     "attention_cache": ("flash_attention_with_kv_cache", "decode_gluon_sm90", "decode_triton"),
