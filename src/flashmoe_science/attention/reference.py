@@ -257,6 +257,7 @@ def attention_backward(
     dropout_seed: Tensor | None = None,
     first_sequence: int = 0,
     dtype: torch.dtype | None = None,
+    output: bool = False,
 ) -> dict[str, Tensor]:
     """Return the gradients of q, k, v and, where they are given, sinks and bias, computed in ``dtype``.
 
@@ -284,16 +285,18 @@ def attention_backward(
         dropout_seed: ``[2]`` int64.
         first_sequence: what the random numbers take b from.
         dtype: of every step. Default: fp32 for 16-bit inputs, else the inputs' own.
+        output: return o too, which its gradient needs anyhow.
 
     Returns:
-        Gradients by name, of the shapes of what they are of, in ``dtype``.
+        Gradients by name, of the shapes of what they are of, in ``dtype``; and ``o``, where it is asked for.
     """
     if dtype is None:
         dtype = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
     batch, heads, seqlen_q, head_dim = q.shape
     heads_kv, seqlen_k = k.shape[1], k.shape[2]
     given = {"q": q, "k": k, "v": v, **{n: t for n, t in (("sinks", sinks), ("bias", bias)) if t is not None}}
-    grads = {name: torch.zeros(tensor.shape, dtype=dtype, device=q.device) for name, tensor in given.items()}
+    given_or_asked = {**given, **({"o": do} if output else {})}
+    grads = {name: torch.zeros(x.shape, dtype=dtype, device=q.device) for name, x in given_or_asked.items()}
     dlse = torch.zeros(do.shape[:3], dtype=dtype, device=q.device) if dlse is None else dlse.to(dtype)
     if seqlen_k == 0 and sinks is not None:  # the LSE is the sink
         grads["sinks"] += dlse.sum((0, 2))
@@ -329,6 +332,8 @@ def attention_backward(
             position=first + seqlen_k - seqlen_q,
             **options,
         )
+        if output:
+            grads["o"][b, mine, chunk] = found["o"].flatten(0, 1)
         for name in given:
             grads[name][places[name]] += found[name].flatten(0, 1).sum_to_size(chosen[name].shape)
     return grads
@@ -344,7 +349,8 @@ def _differentiate_rows(
     total = torch.where(unseen, 1.0, total)[..., None]
     p = weights / total
     kept_p = p if kept is None else p * kept
-    delta = (do * _by_group(kept_p, v)).sum(-1) - dlse
+    o = _by_group(kept_p, v)
+    delta = (do * o).sum(-1) - dlse
     delta = torch.where(unseen, 0.0, delta)[..., None]  # the gradient of an LSE of -inf may be NaN
     dp = _by_group(do, v.mT) if kept is None else _by_group(do, v.mT) * kept
     dbias = p * (dp - delta)
@@ -354,6 +360,7 @@ def _differentiate_rows(
         "k": (ds.flatten(1, 2).mT @ q.flatten(1, 2))[:, None] * options["scale"],
         "v": (kept_p.flatten(1, 2).mT @ do.flatten(1, 2))[:, None],
         "bias": dbias,
+        "o": o,
     }
     if sinks is not None:
         found["sinks"] = -(torch.exp(sinks[..., None] - top)[..., None] / total * delta).sum((2, 3))

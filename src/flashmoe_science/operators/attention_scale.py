@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,10 +18,44 @@ from torch import Tensor
 
 from ..attention.reference import _grouped, _of_heads, _weigh_rows, heads_at_once, keys_seen
 from ..gpu.ambient import without_autocast
-from .error_scale import WIDE, Estimate, Format, Scale, independent_terms
+from .error_scale import FIRST_SUMS, WIDE, Estimate, Format, Scale, independent_terms
 
 _CHUNK_SCORES = 1 << 26  # 256 MiB in fp32
 _NEVER = 1e-30  # a factor of P so small adds nothing, and its square is no number of fp32
+
+
+@dataclass
+class _Scores:
+    """P or its gradient with their errors, before any sum in fp32: ``[N, G, M, S]``, one pass of memory for each step.
+
+    They are the largest tensors here by far, so that steps work in place.
+    """
+
+    value: Tensor
+    size: Tensor  # of the value
+    bound: Tensor
+    variance: Tensor
+
+    def add_error(self, bound: Tensor, factor: float) -> None:
+        """Add an independent error of uniform distribution, within ``factor`` times ``bound``."""
+        self.bound.add_(bound, alpha=factor)
+        self.variance.addcmul_(bound, bound, value=factor**2 / 3)
+
+    def multiplied(self, matrix: Tensor) -> Estimate:
+        """Return the product with an exact ``matrix``, ``[N, 1, S, X]``, summed in fp32."""
+        return self._sums(matrix, lambda scores, columns: scores @ columns, self.value.shape[-1])
+
+    def transposed_times(self, matrix: Tensor) -> Estimate:
+        """Return the product with ``[N, G, M, X]`` summed over rows of all G heads, ``[N, 1, S, X]``."""
+        columns = matrix.flatten(1, 2)[:, None]
+        return self._sums(columns, lambda scores, x: scores.flatten(1, 2).mT[:, None] @ x, columns.shape[2])
+
+    def _sums(self, matrix: Tensor, product: Callable[[Tensor, Tensor], Tensor], terms: int) -> Estimate:
+        size = matrix.abs()
+        wide = product(self.size, size) * (WIDE * (FIRST_SUMS + math.sqrt(terms)))
+        return Estimate(
+            product(self.value, matrix), product(self.bound, size), product(self.variance, matrix.square()), wide
+        )
 
 
 @dataclass(frozen=True)
@@ -35,7 +69,7 @@ class _Rows:
     q: Tensor  # [N, G, M, D]
     k: Tensor  # [N, 1, S, D]: of the S keys that they may see
     v: Tensor  # [N, 1, S, DV]
-    p: Estimate  # [N, G, M, S]
+    p: _Scores  # [N, G, M, S]
     slope: Tensor | None  # [N, G, M, S]: the derivative of the softcap
 
 
@@ -85,19 +119,21 @@ def _chunks(
         )  # fmt: skip
         total = torch.where(total == 0, 1.0, total)[..., None]
         own = softcap * capped if capped is not None else some_q @ some_k.mT * scale
-        size = torch.maximum(-torch.log(weights.clamp_min(_NEVER)), own.abs())
-        p = weights / total
-        lengths = some_q.norm(dim=-1, keepdim=True) * some_k.norm(dim=-1)[..., None, :] * abs(scale)
-        seen = p > 0
-        estimate = Estimate.exact(p).with_error(
-            low.u * p + seen * low.tiny / total,  # P, before it is divided by the sum
-            low.u * p * size,
-            2 * WIDE * p * lengths,
-        )
+        rounded = torch.maximum(weights.clamp_min(_NEVER).log_().neg_(), own.abs_())  # of scores, before and after
+        p = weights.div_(total)
+        stored = (p > 0) * (low.tiny / total)
+        stored.add_(p, alpha=low.u)  # P, before it is divided by the sum
+        scores = _Scores(p, p, stored.clone(), stored.square_().div_(3))
+        rounded.mul_(p)
+        scores.add_error(rounded, low.u)
         # Scores that are rounded change the sum as well.
-        estimate.bound += low.u * p * (p * size).sum(-1, keepdim=True) + WIDE * math.sqrt(head_dim) * p * lengths
+        scores.bound.addcmul_(p, low.u * rounded.sum(-1, keepdim=True))
+        lengths = some_q.norm(dim=-1, keepdim=True) * abs(scale) * some_k.norm(dim=-1)[..., None, :]
+        lengths.mul_(p)
+        scores.add_error(lengths, 2 * WIDE)
+        scores.bound.add_(lengths, alpha=WIDE * math.sqrt(head_dim))
         slope = None if capped is None else 1 - capped.square()
-        yield _Rows(b, mine, its, chunk, some_q, some_k, some_v, estimate, slope)
+        yield _Rows(b, mine, its, chunk, some_q, some_k, some_v, scores, slope)
 
 
 @without_autocast
@@ -141,46 +177,49 @@ def step_scale(
         delta_bound = (gradient.abs() * o.bound).sum(-1, keepdim=True) + 2 * of_sum * o.value.norm(dim=-1, keepdim=True)
         delta_variance = (gradient * gradient * o.variance).sum(-1, keepdim=True)
         delta_variance += (2 * of_sum * o.value.norm(dim=-1, keepdim=True)).square() / 3
-        dp = gradient @ rows.v.mT
-        ds_over_p = dp - delta
-        ds = p.times(ds_over_p)
-        lengths = of_sum * rows.v.norm(dim=-1)[..., None, :]
-        seen = p.value > 0
-        ds = ds.with_error(
-            low.u * p.value * dp.abs(),  # dp, as a framework's eager run rounds it
-            2 * p.value * lengths,
-            low.u * ds.value.abs() + seen * low.tiny,
-        )
-        if rows.slope is not None:
-            ds = ds.times(rows.slope).with_error(2 * low.u * (1 - rows.slope) * ds.value.abs())  # tanh is rounded
+        ds = _scores_gradient(rows, gradient, delta, of_sum, low)
         sums["dq"].add(rows.sequence, rows.heads, rows.rows, _dq(ds, p, delta_bound, delta_variance, rows.k, scale))
         # Each row has one error of delta, so it is independent in the sums over rows.
-        by_keys = replace(
-            ds,
-            bound=ds.bound + p.value * delta_bound,
-            variance=ds.variance + p.value.square() * delta_variance,
-        ).times(scale)
+        ds.bound.addcmul_(p.value, delta_bound)
+        ds.variance.addcmul_(p.value * delta_variance, p.value)
         keys = slice(rows.k.shape[2])
-        for name, left, right in (("dk", by_keys, rows.q), ("dv", p, gradient)):
-            summed = _transposed(left).multiplied(right.flatten(1, 2)[:, None])
-            terms = independent_terms(_transposed(left).variance)
-            sums[name].add(rows.sequence, rows.heads_kv, keys, (summed, terms))
+        for name, left, right, factor in (("dk", ds, rows.q, scale), ("dv", p, gradient, 1.0)):
+            terms = independent_terms(left.variance.flatten(1, 2), 1).mT[:, None]
+            sums[name].add(rows.sequence, rows.heads_kv, keys, (left.transposed_times(right).times(factor), terms))
     return allowed, sums["dq"].scale(low), sums["dk"].scale(low), sums["dv"].scale(low)
 
 
+def _scores_gradient(rows: _Rows, gradient: Tensor, delta: Tensor, of_sum: Tensor, low: Format) -> _Scores:
+    """Return ds = P (dp - delta) with its errors but for that of delta. ``of_sum``: of dp's sums, for V of length 1."""
+    p = rows.p
+    dp = gradient @ rows.v.mT
+    change = dp - delta
+    value = p.value * change
+    change.abs_()
+    bound = p.bound * change
+    ds = _Scores(value, value.abs(), bound, (p.variance * change).mul_(change))
+    ds.add_error(dp.abs_().mul_(p.value), low.u)  # dp, as a framework's eager run rounds it
+    lengths = of_sum * rows.v.norm(dim=-1)[..., None, :]
+    ds.add_error(lengths.mul_(p.value), 2.0)
+    own = (p.value > 0) * low.tiny
+    ds.add_error(own.add_(ds.size, alpha=low.u), 1.0)
+    if rows.slope is not None:
+        turned = (1 - rows.slope) * ds.size  # tanh is rounded
+        for each, factor in ((ds.value, rows.slope), (ds.size, rows.slope), (ds.bound, rows.slope)):
+            each.mul_(factor.abs())
+        ds.variance.mul_(rows.slope.square())
+        ds.add_error(turned, 2 * low.u)
+    return ds
+
+
 def _dq(
-    ds: Estimate, p: Estimate, delta_bound: Tensor, delta_variance: Tensor, k: Tensor, scale: float
+    ds: _Scores, p: _Scores, delta_bound: Tensor, delta_variance: Tensor, k: Tensor, scale: float
 ) -> tuple[Estimate, Tensor]:
     """Return a row's sum over keys: the row's one error of delta is common to all of them."""
     dq, mean = ds.multiplied(k), p.value @ k
     dq.bound, dq.variance = dq.bound + delta_bound * mean.abs(), dq.variance + delta_variance * mean.square()
     terms = torch.minimum(independent_terms(ds.variance), torch.tensor(2.0, device=k.device))
     return dq.times(scale), terms
-
-
-def _transposed(scores: Estimate) -> Estimate:
-    """Return ``[N, G, M, S]`` as ``[N, 1, S, G * M]``."""
-    return scores.map(lambda x: x.flatten(1, 2).mT[:, None])
 
 
 class _Sum:

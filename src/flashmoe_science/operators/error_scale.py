@@ -22,7 +22,7 @@ from torch import Tensor
 
 WIDE = 2.0**-24  # unit roundoff of fp32, in which kernels sum
 SIGMAS = 6.0
-_FIRST_SUMS = 4  # roundings of fp32 that a sum has besides those of its terms: exponential, maximum, sum, quotient
+FIRST_SUMS = 4  # roundings of fp32 that a sum has besides those of its terms: exponential, maximum, sum, quotient
 
 
 class Scale(NamedTuple):
@@ -91,7 +91,7 @@ class Estimate:
     def multiplied(self, matrix: Tensor) -> Estimate:
         """Return the matrix product with an exact ``matrix``, summed in fp32."""
         size, terms = matrix.abs(), self.value.shape[-1]
-        wide = (WIDE * (_FIRST_SUMS + math.sqrt(terms)) * self.value.abs() + self.wide) @ size
+        wide = (WIDE * (FIRST_SUMS + math.sqrt(terms)) * self.value.abs() + self.wide) @ size
         return Estimate(self.value @ matrix, self.bound @ size, self.variance @ matrix.square(), wide)
 
     def scale(self, independent: Tensor | float) -> Scale:
@@ -114,5 +114,6 @@ def root_mean_square(rows: Tensor) -> Tensor:
 
 def independent_terms(variance: Tensor, dim: int = -1) -> Tensor:
     """Return how many equal terms have the same spread as the terms of each sum, at least 1; ``dim`` is kept."""
-    total, squares = variance.sum(dim, keepdim=True), variance.square().sum(dim, keepdim=True)
+    total = variance.sum(dim, keepdim=True)
+    squares = torch.linalg.vector_norm(variance, dim=dim, keepdim=True).square()
     return torch.where(squares > 0, total.square() / squares, 1.0)

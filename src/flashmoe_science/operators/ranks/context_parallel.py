@@ -189,8 +189,14 @@ class ContextParallelOperator(OperatorOverRanks):
         return self._by_heads(problem, inputs, self._exact)
 
     def _exact(self, problem: RankedProblem, inputs: Inputs) -> Sequence[torch.Tensor]:
-        o = FORWARD.exact(problem.whole, _plain(inputs, gradients=False))
-        return (o, *BACKWARD.exact(problem.whole, _plain(inputs))) if problem.gradients else (o,)
+        def answer(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+            options: dict[str, Any] = {"causal": problem.whole.planned.causal, "dtype": torch.float64}
+            if not problem.gradients:
+                return reference.attention(*tensors, **options)[:1]
+            found = reference.attention_backward(*tensors, **options, output=True)
+            return [found[name] for name in ("o", "q", "k", "v")]
+
+        return _by_document(problem, inputs, answer)
 
     def low_precision(self, problem: RankedProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
         """Return the framework's whole answer in the problem's dtype, some rows of a head at once: all may not fit."""
@@ -222,16 +228,13 @@ class ContextParallelOperator(OperatorOverRanks):
         return tuple(Scale(*pair) for pair in zip(found[::2], found[1::2], strict=True))
 
     def _error_scale(self, problem: RankedProblem, inputs: Inputs) -> Sequence[torch.Tensor]:
-        options: dict[str, Any] = {"causal": problem.whole.planned.causal, "softmax_scale": None}
-        names, scale = ("q", "k", "v"), forward_scale
-        if problem.gradients:
-            names, scale = (*names, "do"), step_scale  # type: ignore[assignment] # of o, dq, dk and dv
-        by_document = []
-        for begin, end in itertools.pairwise(inputs["cu_seqlens_q"].tolist()):
-            found = scale(*(inputs[name][begin:end].transpose(0, 1)[None] for name in names), **options)
-            pairs = found if problem.gradients else [found]
-            by_document.append([each[0].transpose(0, 1) for pair in pairs for each in pair])
-        return [torch.cat(parts) for parts in zip(*by_document, strict=True)]
+        def scale(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+            options: dict[str, Any] = {"causal": problem.whole.planned.causal, "softmax_scale": None}
+            if not problem.gradients:
+                return forward_scale(*tensors, **options)
+            return [each for scale in step_scale(*tensors, **options) for each in scale]
+
+        return _by_document(problem, inputs, scale)
 
     def _by_heads(
         self, problem: RankedProblem, inputs: Inputs, answer: Callable[[RankedProblem, Inputs], Sequence[torch.Tensor]]
@@ -272,6 +275,17 @@ class ContextParallelOperator(OperatorOverRanks):
         return found
 
 
+def _by_document(
+    problem: RankedProblem, inputs: Inputs, answer: Callable[..., Sequence[torch.Tensor]]
+) -> list[torch.Tensor]:
+    """Return what ``answer`` makes of q, k, v and do of each document, ``[1, heads, S, D]``, one behind the other."""
+    names, found = _TENSORS if problem.gradients else _TENSORS[:3], []
+    for begin, end in itertools.pairwise(inputs["cu_seqlens_q"].tolist()):
+        tensors = (inputs[name][begin:end].transpose(0, 1)[None] for name in names)
+        found.append([each[0].transpose(0, 1) for each in answer(*tensors)])
+    return [torch.cat(parts) for parts in zip(*found, strict=True)]
+
+
 def _of_all_heads(some: torch.Tensor, ranks: int) -> torch.Tensor:
     """Return ``[T, heads, columns]`` of what each rank has of some heads."""
     by_rank = some.new_empty(ranks * some.shape[0], *some.shape[1:])
@@ -289,12 +303,6 @@ def _calls_of(problem: RankedProblem) -> list[tuple[list[int], list[int]]]:
             queries, keys = ([end - start for start, end in each] for each in (spans, pieces.keys))
             found.append((queries, keys))
     return found
-
-
-def _plain(inputs: Inputs, *, gradients: bool = True) -> dict[str, torch.Tensor]:
-    """Return the inputs of the whole problem."""
-    names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", *["do"] * gradients)
-    return {name: inputs[name] for name in names}
 
 
 OPERATOR = ContextParallelOperator()
