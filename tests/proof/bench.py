@@ -22,9 +22,9 @@ class Bench:
         self.subject = loaded("ours", implementation(self.gpu, seconds=2e-6), role="subject", deterministic=True)
         self.baselines = [loaded("sdpa", implementation(self.gpu, seconds=6e-6))]
 
-    def run(self, times=("graph", "wall"), *, process=0, control=True, check_stream=True, new_seed=None, **settings):
+    def run(self, times=("graph", "wall"), *, process=0, control=True, thorough=True, new_seed=None, **settings):
         protocol = Settings(**{"rounds": 4, **settings})
-        plan = rounds.Plan(protocol, times, process, control, check_stream, new_seed=new_seed)
+        plan = rounds.Plan(protocol, times, process, control, thorough, new_seed=new_seed)
         case = rounds.Case("n64", cast("Operator", self.operator), self.length)
         self.progress: list[tuple[int, ...]] = []
         result = rounds.measure_case(

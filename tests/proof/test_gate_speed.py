@@ -86,7 +86,7 @@ def test_quick_takes_five_rounds_in_one_process_and_leaves_no_times(gpu):
     record = prove(expect=9.0)
     settings = gpu.calls[-1][1]["settings"]
     assert (settings["rounds"], settings["processes"], settings["times"]) == (5, 1, ["graph"])
-    assert gpu.calls[-1][1]["check_stream"] is False
+    assert gpu.calls[-1][1]["thorough"] is False
     assert record.cases[0].rounds == []
 
 
@@ -118,7 +118,7 @@ def test_rounds_of_all_processes_are_pooled_by_mode(gpu, tmp_path):
     assert record.complete
     asked = [(p["process"], p["times"]) for name, p in gpu.calls[-4:] if name == "measure"]
     assert asked == [(0, ["graph", "wall"]), (0, ["kernel"]), (1, ["graph", "wall"]), (1, ["kernel"])]
-    assert all(p["check_stream"] for _, p in gpu.calls[-4:])
+    assert all(p["thorough"] for _, p in gpu.calls[-4:])
     together, alone = record.cases[0].rounds
     assert together.process == alone.process == [0, 0, 0, 1, 1, 1]
     assert set(together.seconds) == {"graph", "wall"}
@@ -150,7 +150,7 @@ def test_record_is_saved_after_every_measured_case(gpu):
 def test_crash_in_the_middle_keeps_finished_cases_marked_incomplete(gpu):
     def crash(payload, index):
         at = payload["process"] == 1 and payload["times"] == ["graph", "wall"] and index == 1
-        return "GPU out of memory: OutOfMemoryError: CUDA out of memory" if at and payload["check_stream"] else ""
+        return "GPU out of memory: OutOfMemoryError: CUDA out of memory" if at and payload["thorough"] else ""
 
     gpu.crash = crash
     record = prove(SHORT, LONGER)

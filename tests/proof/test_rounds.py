@@ -389,7 +389,7 @@ def test_a_subject_that_answers_to_the_values_of_before_fails(monkeypatch):
     monkeypatch.setattr(
         bench.operator, "bind", lambda entry, problem, inputs: bind(entry, problem, {"x": inputs["x"].clone()})
     )
-    bench.run(check_stream=False)
+    bench.run(thorough=False)
     assert bench.arms["ours"].reason == "its answer to new values at the same addresses is the old one"
     assert bench.rounds is None
     assert {arm.status for arm in bench.arms.values()} == {"failed", "not measured"}

@@ -114,7 +114,7 @@ def test_work_on_a_stream_that_nobody_waits_for_is_found_before_timing():
 def test_the_stream_check_can_be_left_to_a_later_gate():
     bench = Bench()
     bench.subject = loaded("ours", implementation(bench.gpu, stream="other"), role="subject")
-    assert "not ordered with the stream" not in bench.run(["wall"], check_stream=False).arms["ours"].reason
+    assert "not ordered with the stream" not in bench.run(["wall"], thorough=False).arms["ours"].reason
 
 
 def test_results_cached_by_pointer_are_found_after_timing():

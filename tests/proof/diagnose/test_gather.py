@@ -53,8 +53,8 @@ class InProcess:
                 found = tasks.observe_case(case, subject, self.arms[0], timer, seed=payload["seed"])
             else:
                 settings = Settings.model_validate(payload["settings"])
-                assert (payload["control"], payload["check_stream"]) == (False, False)  # nothing is claimed
-                plan = Plan(settings, payload["times"], 0, control=False, check_stream=False)
+                assert (payload["control"], payload["thorough"]) == (False, False)  # nothing is claimed
+                plan = Plan(settings, payload["times"], 0, control=False, thorough=False)
                 arms = [*self.arms, *self.baselines]
                 found = measure_case(case, arms, plan, timer, on_round=lambda done, total: None)
             on_event({"event": "case", "case": found})

@@ -273,7 +273,7 @@ def _measure(
         "process": 0,
         "times": times,
         "control": False,  # nothing is claimed here
-        "check_stream": False,  # gate bench refuses a subject for it; why it is slow can be said all the same
+        "thorough": False,  # gate bench refuses a subject for it; why it is slow can be said all the same
     }
     return _collect(run, f"{_PROOF}.measure.gpu_tasks:measure", payload, request, say)
 

@@ -29,8 +29,8 @@ def measure_quickly(run: Run) -> Outcome:
     kind: TimeKind = "graph" if "graph" in run.settings.times else run.settings.times[0]
     settings = run.settings.model_copy(update={"rounds": _QUICK_ROUNDS, "processes": 1, "times": [kind]})
     cases: list[dict[str, Any]] = []
-    # Whether the work is ordered with the caller's stream is for the gate bench to say.
-    step = _Step(settings, 0, [kind], run.todo, done=0, total=len(run.todo), check_stream=False)
+    # Whether work is ordered with the caller's stream, and follows few new values, is for the gate bench to say.
+    step = _Step(settings, 0, [kind], run.todo, done=0, total=len(run.todo), thorough=False)
     first = run.request.baselines[:1]  # what was expected is over the first
     result, under_way = _measure(run, step, cases.append, first, timeout_s=run.subject.limits.quick_s)
     if not result.ok:
@@ -147,7 +147,7 @@ class _Step:
     cases: Sequence[str]
     done: int  # cases behind us when it begins, of ``total``
     total: int
-    check_stream: bool = True
+    thorough: bool = True
 
     @property
     def label(self) -> str:
@@ -193,7 +193,7 @@ def _measure(
         cases=[run.case_table(name) for name in step.cases],
         process=step.process,
         times=list(step.times),
-        check_stream=step.check_stream,
+        thorough=step.thorough,
         baselines=list(baselines),
     )
     note = f" ({step.label})"

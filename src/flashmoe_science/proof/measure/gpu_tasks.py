@@ -39,7 +39,7 @@ def measure(payload: dict[str, Any], emit: Emit, opened: Opened | None = None) -
 
     Args:
         payload: ``subject``, ``cases``, ``baselines``, ``settings``, ``process`` and ``times`` (kernel alone, or graph
-            and wall); optionally ``control`` and ``check_stream``, see ``rounds.Plan``.
+            and wall); optionally ``control`` and ``thorough``, see ``rounds.Plan``.
         emit: gets ``{"event": "start", "name"}``, ``{"event": "round", "case", "round", "rounds"}``, and ``{"event":
             "case", "case"}`` with the result of ``rounds.measure_case``.
         opened: the arms and the timer. Default: those of ``open_gpu``.
@@ -52,7 +52,7 @@ def measure(payload: dict[str, Any], emit: Emit, opened: Opened | None = None) -
         payload["times"],
         payload["process"],
         control=payload.get("control", True),
-        check_stream=payload.get("check_stream", True),
+        thorough=payload.get("thorough", True),
     )
     operator, loaded, timer = opened or open_gpu(payload)
     plan = replace(plan, changes=Guard().changes)
