@@ -305,7 +305,7 @@ def measure_here(payload: dict[str, Any], operator: Any, loaded: Any, timer: Any
     """Measure the trials on ``timer``; ``spin`` keeps the current stream busy for so many clock cycles."""
     from flashmoe_science.proof.measure.rounds import Case, Plan, measure_case
 
-    plan = Plan(Settings.model_validate(payload["settings"]), ["graph"], payload["process"], check_stream=False)
+    plan = Plan(Settings.model_validate(payload["settings"]), ["graph"], payload["process"], thorough=False)
     problem = operator.parse_case(payload["problem"])
 
     def spinning(cycles: int) -> Any:
