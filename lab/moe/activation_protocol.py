@@ -10,13 +10,19 @@ import sys
 SLOTS = 8  # of the mailbox
 
 
-def program(rng, tiles, steps, stages, without):
-    """Return the partitions of one program as generators; each yields where others may run."""
-    bars, phases, bufs, box = {}, {}, {}, {}
-    finished = []
+class Program:
+    """The partitions of one program as generators; each yields where others may run."""
 
-    def arrive(name, who, threads, total):
-        bar = bars.setdefault(name, {"who": [], "count": 0, "gen": 0})
+    def __init__(self, rng, tiles, steps, stages, without):
+        self.rng, self.tiles, self.steps, self.stages, self.without = rng, tiles, steps, stages, without
+        self.bars, self.phases, self.bufs, self.box = {}, {}, {}, {}
+        self.finished = []
+
+    def partitions(self):
+        return [self.load(), self.multiply(0), self.multiply(1), self.finish()]
+
+    def arrive(self, name, who, threads, total):
+        bar = self.bars.setdefault(name, {"who": [], "count": 0, "gen": 0})
         assert who not in bar["who"], f"overrun of {name} by {who}"
         bar["who"].append(who)
         bar["count"] += threads
@@ -26,98 +32,97 @@ def program(rng, tiles, steps, stages, without):
             bar.update(who=[], count=0, gen=gen + 1)
         return bar, gen
 
-    def sync(name, who, threads, total):
-        bar, gen = arrive(name, who, threads, total)
+    def sync(self, name, who, threads, total):
+        bar, gen = self.arrive(name, who, threads, total)
         while bar["gen"] == gen:
             yield
 
-    def pause():
-        for _ in range(rng.randrange(6)):
+    def pause(self):
+        for _ in range(self.rng.randrange(6)):
             yield
 
-    def wait(name, parity):
-        while phases.get(name, 0) & 1 == parity:  # the phase that runs has that parity
+    def wait(self, name, parity):
+        while self.phases.get(name, 0) & 1 == parity:  # the phase that runs has that parity
             yield
 
-    def write(name, tag):
-        buf = bufs.setdefault(name, {"tag": None, "readers": set()})
+    def write(self, name, tag):
+        buf = self.bufs.setdefault(name, {"tag": None, "readers": set()})
         assert not buf["readers"], f"{name} written while {buf['readers']} read it"
         buf["tag"] = tag
 
-    def read(name, tag, who):
-        buf = bufs.get(name, {"tag": None})
+    def read(self, name, tag, who):
+        buf = self.bufs.get(name, {"tag": None})
         assert buf["tag"] == tag, f"{who} reads {buf['tag']} from {name}, expected {tag}"
         buf["readers"].add(who)
-        yield from pause()
+        yield from self.pause()
         assert buf["tag"] == tag, f"{name} was overwritten under {who}"
         buf["readers"].discard(who)
 
-    def tile_of(n, who):
-        yield from wait(("tile", n % SLOTS), n // SLOTS & 1)
-        at, rows = box[n % SLOTS]
+    def tile_of(self, n, who):
+        yield from self.wait(("tile", n % SLOTS), n // SLOTS & 1)
+        at, rows = self.box[n % SLOTS]
         assert at == n, f"{who} finds tile {at} in place of {n}"
         return rows
 
-    def load():
+    def load(self):
         i = 0
-        for n, rows in enumerate([*tiles, -1]):
-            box[n % SLOTS] = (n, rows)
-            phases["tile", n % SLOTS] = phases.get(("tile", n % SLOTS), 0) + 1
-            for step in range(steps if rows >= 0 else 0):
-                yield from pause()
-                if i >= stages:
-                    yield from sync(("free", i % stages), "producer", 64, 320)
-                write(("ring", i % stages), None)
-                yield from pause()
-                write(("ring", i % stages), (n, step))
-                phases["ready", i % stages] = phases.get(("ready", i % stages), 0) + 1
+        for n, rows in enumerate([*self.tiles, -1]):
+            self.box[n % SLOTS] = (n, rows)
+            self.phases["tile", n % SLOTS] = self.phases.get(("tile", n % SLOTS), 0) + 1
+            for step in range(self.steps if rows >= 0 else 0):
+                yield from self.pause()
+                if i >= self.stages:
+                    yield from self.sync(("free", i % self.stages), "producer", 64, 320)
+                self.write(("ring", i % self.stages), None)
+                yield from self.pause()
+                self.write(("ring", i % self.stages), (n, step))
+                self.phases["ready", i % self.stages] = self.phases.get(("ready", i % self.stages), 0) + 1
                 i += 1
 
-    def multiply(w):
+    def multiply(self, w):
         i = n = given = 0
-        while (rows := (yield from tile_of(n, f"multiplier {w}"))) >= 0:
+        while (rows := (yield from self.tile_of(n, f"multiplier {w}"))) >= 0:
             there = rows > 64 * w
-            for step in range(steps):
-                yield from wait(("ready", i % stages), i // stages & 1)
+            for step in range(self.steps):
+                yield from self.wait(("ready", i % self.stages), i // self.stages & 1)
                 if there:
-                    yield from read(("ring", i % stages), (n, step), f"multiplier {w}")
-                arrive(("free", i % stages), f"multiplier {w}", 128, 320)
+                    yield from self.read(("ring", i % self.stages), (n, step), f"multiplier {w}")
+                self.arrive(("free", i % self.stages), f"multiplier {w}", 128, 320)
                 i += 1
             if there:
-                if given and without != "take_back":
-                    yield from sync(("take_back", w), f"multiplier {w}", 128, 192)
+                if given and self.without != "take_back":
+                    yield from self.sync(("take_back", w), f"multiplier {w}", 128, 192)
                 for chunk in range(4):
-                    write(("da", w, chunk), n)
-                    yield from pause()
-                if without != "hand_over":
-                    arrive(("hand_over", w), f"multiplier {w}", 128, 192)
+                    self.write(("da", w, chunk), n)
+                    yield from self.pause()
+                if self.without != "hand_over":
+                    self.arrive(("hand_over", w), f"multiplier {w}", 128, 192)
                 given += 1
             n += 1
 
-    def finish():
+    def finish(self):
         n = 0
-        while (rows := (yield from tile_of(n, "finisher"))) >= 0:
+        while (rows := (yield from self.tile_of(n, "finisher"))) >= 0:
             parts = -(-rows // 16)
             for part in range(parts):
                 w, strip = divmod(part, 4)
-                if strip == 0 and without != "hand_over":
-                    yield from sync(("hand_over", w), "finisher", 64, 192)
+                if strip == 0 and self.without != "hand_over":
+                    yield from self.sync(("hand_over", w), "finisher", 64, 192)
                 for chunk in range(4):
-                    yield from read(("da", w, chunk), n, "finisher")
-                    assert box[n % SLOTS][0] == n, "the tile's numbers were overwritten"
-                if (strip == 3 or part == parts - 1) and without != "take_back":
-                    arrive(("take_back", w), "finisher", 64, 192)
-            finished.append(n)
+                    yield from self.read(("da", w, chunk), n, "finisher")
+                    assert self.box[n % SLOTS][0] == n, "the tile's numbers were overwritten"
+                if (strip == 3 or part == parts - 1) and self.without != "take_back":
+                    self.arrive(("take_back", w), "finisher", 64, 192)
+            self.finished.append(n)
             n += 1
-
-    return [load(), multiply(0), multiply(1), finish()], finished
 
 
 def run(seed, without):
     rng = random.Random(seed)
     tiles = [rng.choice((1, 16, 63, 64, 65, 100, 128)) for _ in range(rng.randrange(24))]
     steps, stages = rng.choice(((1, 3), (2, 3), (3, 3), (7, 3), (2, 6), (5, 6)))
-    running, finished = program(rng, tiles, steps, stages, without)
+    program = Program(rng, tiles, steps, stages, without)
+    running = program.partitions()
     speed = [rng.random() + 0.02 for _ in running]
     idle = 0
     while running:
@@ -129,7 +134,7 @@ def run(seed, without):
             idle = 0
         idle += 1
         assert idle < 200_000, f"deadlock: seed {seed}, {steps} steps, {stages} stages, {tiles}"
-    assert finished == [*range(len(tiles))]
+    assert program.finished == [*range(len(tiles))]
 
 
 if __name__ == "__main__":
