@@ -147,24 +147,16 @@ def test_kill_of_a_real_run_leaves_what_was_finished(folder, moment):
     assert wait_for(lambda: not any(is_alive(pid) for pid in pids), 30), "a worker outlived the run"
 
 
-def test_ctrl_c_of_a_real_run_says_so_in_the_record(folder):
+def test_an_interrupted_run_says_so_and_is_gone_on_with_and_its_finished_cases_are_kept(folder):
     process = start_prove(folder)
     assert wait_for(lambda: any(case.correct for record in records(folder) for case in record.cases), 120)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=120)
-    (record,) = records(folder)
-    assert process.returncode != 0
-    assert not record.complete
-    assert record.incomplete_reason == "interrupted in gate correct"
-    assert record.cases[0].correct is True
-
-
-def test_a_killed_run_is_gone_on_with_and_its_finished_cases_are_kept(folder):
-    process = start_prove(folder)
-    assert wait_for(lambda: any(case.correct for record in records(folder) for case in record.cases), 120)
-    process.kill()
-    process.communicate()
     (old,) = records(folder)
+    assert process.returncode != 0
+    assert not old.complete
+    assert old.incomplete_reason == "interrupted in gate correct"
+    assert old.cases[0].correct is True
     kept = [case.name for case in old.cases if case.correct]
     resumed = start_prove(folder, "--resume", old.id)
     output = resumed.communicate(timeout=120)[0].decode()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import json
 import math
 import subprocess
 import sys
-from dataclasses import replace
+import threading
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -252,13 +254,29 @@ def test_processes_that_share_a_store_lose_no_row(store):
     code = (
         "import sys\nfrom flashmoe_science.proof.records.ledger import Entry\n"
         "from flashmoe_science.proof.records.store import Store\n"
-        "for n in range(40): Store(sys.argv[1]).book(Entry('2026', f'{sys.argv[2]}-{n}', 'study', '', '', '', 1.0))"
+        "for n in range(15): Store(sys.argv[1]).book(Entry('2026', f'{sys.argv[2]}-{n}', 'study', '', '', '', 1.0))"
     )
     command = [sys.executable, "-c", code, str(store)]
     environment = {"PYTHONPATH": python_path(ROOT / "src")}
     running = [subprocess.Popen([*command, str(number)], env=environment) for number in range(3)]
     assert [process.wait() for process in running] == [0, 0, 0]
-    assert len(store.ledger()) == 120
+    assert len(store.ledger()) == 45
+
+
+def test_a_line_that_another_process_is_writing_is_waited_for(store):
+    store.book(study("first"))
+    line = json.dumps(asdict(study("second"))) + "\n"
+    found = []
+    reader = threading.Thread(target=lambda: found.extend(store.ledger()))
+    with (store.folder / "ledger.jsonl").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write(line[:20])
+        file.flush()
+        reader.start()
+        reader.join(0.2)
+        file.write(line[20:])
+    reader.join()
+    assert [entry.run for entry in found] == ["first", "second"]
 
 
 # the evidence of a repository

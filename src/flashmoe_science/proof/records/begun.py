@@ -6,16 +6,15 @@ end can be taken out unseen, unless a record of one of these runs is kept: a rec
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ...errors import EvidenceError
 from .evidence import Begun, Record, TimeKind
+from .files import append_shared, read_shared
 from .ledger import as_text
 
 FIRST = "0" * 64  # what the first line has in place of a hash
@@ -74,12 +73,11 @@ class BegunLedger:
         Raises ``EvidenceError``: a line is none, or the chain is broken: the line is named.
         """
         try:
-            raw = self._path.read_bytes()
+            return self._parsed(read_shared(self._path))
         except FileNotFoundError:
             return []
         except OSError as error:
             raise EvidenceError(f"{self._path}: cannot be read: {error.strerror}") from error
-        return self._parsed(raw)
 
     def _parsed(self, raw: bytes) -> list[tuple[str, BegunRun]]:
         found: list[tuple[str, BegunRun]] = []
@@ -98,17 +96,18 @@ class BegunLedger:
 
     def begin(self, record: Record, factors: Sequence[float]) -> Begun:
         """Enter the run of ``record``, which takes its first sample next, and return what its record says of it."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666), "r+b", 0) as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # processes that share a store follow each other
-            lines = self._parsed(file.read())
+        begun: list[Begun] = []
+
+        def more(raw: bytes) -> bytes:
+            lines = self._parsed(raw)
             line = json.dumps(asdict(_entry(record, factors, lines[-1][0] if lines else FIRST))).encode()
-            file.write(line + b"\n")
-            os.fsync(file.fileno())
-        digest = hashlib.sha256(line).hexdigest()
-        first = lines[0][0] if lines else digest
-        count = count_alike(lines, record) + (0 if record.resumed else 1)
-        return Begun(ledger=first, line=digest, count=count)
+            digest = hashlib.sha256(line).hexdigest()
+            count = count_alike(lines, record) + (0 if record.resumed else 1)
+            begun.append(Begun(ledger=lines[0][0] if lines else digest, line=digest, count=count))
+            return line + b"\n"
+
+        append_shared(self._path, more)
+        return begun[0]
 
 
 def _entry(record: Record, factors: Sequence[float], previous: str) -> BegunRun:

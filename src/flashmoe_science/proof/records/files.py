@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,23 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def read_shared(path: Path) -> bytes:
+    """Return the content of a file that other processes may be appending to, without half of a line."""
+    with path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        return file.read()
+
+
+def append_shared(path: Path, more: Callable[[bytes], bytes]) -> None:
+    """Append what ``more`` makes of the content until now to a file, whose folder is made. Processes take turns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666), "r+b", 0) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if added := more(file.read()):
+            file.write(added)
+            os.fsync(file.fileno())
 
 
 def user_folder(variable: str, default: str) -> Path:

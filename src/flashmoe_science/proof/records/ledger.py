@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from ...errors import EvidenceError
 from .evidence import GATE_NAMES, GateName, Record
+from .files import append_shared, read_shared
 
 GPU_GATES: tuple[GateName, ...] = ("launch", "correct", "quick", "bench")
 
@@ -34,7 +34,7 @@ class Entry:
 class Ledger:
     """A file that only grows: of several lines about one gate of one run, the last one holds.
 
-    Each booking appends its lines by one write, so processes that share a store do not lose each other's.
+    Processes that share a store book one after another.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,13 +43,15 @@ class Ledger:
     def entries(self) -> list[Entry]:
         """Return the rows, the oldest first. Raises ``EvidenceError`` where a line is none."""
         try:
-            lines = self._path.read_text(encoding="utf-8").splitlines()
+            return self._parsed(read_shared(self._path))
         except FileNotFoundError:
             return []
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
             raise EvidenceError(f"{self._path}: cannot be read: {error}") from error
+
+    def _parsed(self, raw: bytes) -> list[Entry]:
         rows: dict[tuple[str, ...], Entry] = {}
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(raw.splitlines(), 1):
             try:
                 entry = Entry(**json.loads(line))
             except (TypeError, ValueError) as error:
@@ -60,19 +62,21 @@ class Ledger:
 
     def add(self, entries: Sequence[Entry]) -> None:
         """Append rows. One that is booked without a rate keeps the rate of the row that it replaces."""
-        known = {(entry.run, entry.gate): entry for entry in self.entries() if entry.run}
-        new = []
-        for entry in entries:
-            before = known.get((entry.run, entry.gate))
-            rate = entry.dollars_per_hour
-            if before is not None and rate is None:
-                rate = before.dollars_per_hour
-            if (priced := replace(entry, dollars_per_hour=rate)) != before:
-                new.append(priced)
-        if new:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with os.fdopen(os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666), "wb", 0) as file:
-                file.write("".join(json.dumps(asdict(entry)) + "\n" for entry in new).encode())
+
+        def more(raw: bytes) -> bytes:
+            known = {(entry.run, entry.gate): entry for entry in self._parsed(raw) if entry.run}
+            new = []
+            for entry in entries:
+                before = known.get((entry.run, entry.gate))
+                rate = entry.dollars_per_hour
+                if before is not None and rate is None:
+                    rate = before.dollars_per_hour
+                priced = replace(entry, dollars_per_hour=rate)
+                if priced != before:
+                    new.append(json.dumps(asdict(priced)) + "\n")
+            return "".join(new).encode()
+
+        append_shared(self._path, more)
 
     def book_gates(self, record: Record, dollars_per_hour: float | None) -> None:
         """Book the gates of a run. A gate that an earlier booking had, and the run has no more, is taken back."""
