@@ -353,6 +353,8 @@ def errors(rank: int, ranks: int) -> dict[str, Any]:
         "masks": [message(functools.partial(gather.plan, [8 * ranks], **given), InputError) for given in masks],
         "explained": heads.explain(q, k, v),
         "groups explained": ContextParallel(mesh, strategy="heads", head_groups=2).explain(q, k, v),
+        "plan strategy": plan.strategy,
+        "documents explained": heads.explain(packed_q, packed_q, packed_q, plan),
         "gradients of outputs of one rank": [outputs_of_one_rank(heads, rank, name) for name in ("lse", "o")],
         "after all": float(heads.attention(q, k, v).sum() * 0),
     }

@@ -99,5 +99,6 @@ def test_errors_name_the_rank_and_are_raised_on_all(found: list[dict[str, Any]])
     ):
         assert text in first["explained"]
     assert "2 groups of heads, each on its way while the one before attends" in first["groups explained"]
+    assert f"strategy {first['plan strategy']}: " in first["documents explained"]
     assert first["gradients of outputs of one rank"] == [True, True]
     assert first["after all"] == 0

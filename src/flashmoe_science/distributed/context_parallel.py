@@ -18,6 +18,7 @@ from .exchange import Agreement, compare, describe_tensors, gather_tokens, group
 from .gather import GatherRecipe
 from .heads import HeadsRecipe
 from .layout import Layout, plan_documents, plan_straight, straight_layout, zigzag_layout
+from .messages import Sizes, explain
 from .named import name
 from .operator import Attend, operate
 from .plan import PackedPlan, Place
@@ -275,34 +276,31 @@ class ContextParallel:
         o, lse = self._attend(Inputs(q, k, v, ByHead(sinks, alibi)), options, plan)
         return (o, lse) if return_lse else o
 
-    def explain(self, q: Tensor, k: Tensor, v: Tensor) -> str:
-        """Return the strategy of a call of ``attention``, why, the transport, and the bytes that this rank sends.
+    def explain(self, q: Tensor, k: Tensor, v: Tensor, plan: PackedPlan | None = None) -> str:
+        """Return the strategy of a call, why, the transport, and what this rank sends. Nothing is sent.
 
-        Nothing is sent.
+        Args:
+            q: as ``attention`` takes it, or, with a plan, ``attention_packed``.
+            k: likewise.
+            v: likewise.
+            plan: of a packed batch.
         """
-        heads, heads_kv, tokens = q.shape[1], k.shape[1], q.shape[2]
-        away, rows = self.ranks - 1, q.shape[0] * tokens * q.element_size()
-        columns_k, columns_v = k.shape[3], v.shape[3]
-        if self.strategy == "heads":
-            per_row = (heads * (columns_k + columns_v) + heads_kv * (columns_k + columns_v)) / self.ranks
-            why = f"{self.ranks} ranks divide {heads_kv} K/V heads; all-to-all of q, k, v and o"
-            forward = backward = int(away * rows * per_row)
-        else:
-            forward = away * rows * heads_kv * (columns_k + columns_v)
-            backward = forward + away * rows // q.element_size() * 4 * heads_kv * (columns_k + columns_v)
-            why = "all ranks gather K and V; their gradients travel in fp32"
-        groups = f"{self.head_groups} groups of heads, each on its way while the one before attends"
+        batch, tokens = (q.shape[0], q.shape[2]) if plan is None else (1, q.shape[0])
+        columns = k.shape[-1] + v.shape[-1]
+        sizes = Sizes(self.ranks, batch, tokens, q.shape[1], k.shape[1], columns, q.element_size())
+        strategy = self._strategy_of(plan)
         carriers = {
             "collectives": f"collectives of the group's backend, {dist.get_backend(self.group)}",
             "symmetric": "copies over symmetric memory",
         }
-        return (
-            f"strategy {self.strategy}: {why}\n"
-            f"transport {self._transport.name}: {carriers[self._transport.name]}\n"
-            f"{groups if self.head_groups > 1 else 'nothing is exchanged while attention runs'}\n"
-            f"{tokens} of {tokens * self.ranks} tokens a rank, {heads} query heads, {heads_kv} K/V heads\n"
-            f"a rank sends {forward / 1e6:.1f} MB forward, {backward / 1e6:.1f} MB backward"
-        )
+        beside = "nothing is exchanged while attention runs"
+        if strategy == "gather" and plan is not None:
+            beside = "messages travel while whole documents are attended"
+        elif self.head_groups > 1:
+            beside = f"{self.head_groups} groups of heads, each on its way while the one before attends"
+        lines = explain(strategy, sizes, None if plan is None else plan.packed, self._transport.name)
+        carried = f"transport {self._transport.name}: {carriers[self._transport.name]}"
+        return "\n".join([lines[0], carried, beside, *lines[1:]])
 
     def recipe(self, inputs: Inputs, options: Options, plan: PackedPlan | None) -> Recipe:
         """Check a call on all ranks, and return how it is served. Graphs call it too. Raises as ``attention``."""

@@ -45,7 +45,7 @@ class PackedPlan:
 
     def __init__(self, packed: PackedLayout, strategy: str, place: Place, device: torch.device) -> None:
         """Copy where documents start. Use ``ContextParallel.plan``, which compares plans over ranks."""
-        self._packed, self.strategy, self.place = packed, strategy, place
+        self.packed, self.strategy, self.place = packed, strategy, place
         self.number = name(self)
         self.device = device
         self.digest = hashlib.sha256(repr((packed.starts, packed.layout.held)).encode()).hexdigest()[:16]
@@ -56,12 +56,12 @@ class PackedPlan:
     @property
     def starts(self) -> tuple[int, ...]:
         """Return where documents start in the batch, and where the last one ends."""
-        return self._packed.starts
+        return self.packed.starts
 
     @property
     def layout(self) -> Layout:
         """Return which tokens each rank holds."""
-        return self._packed.layout
+        return self.packed.layout
 
     def prepare(self, masks: Sequence[Mask]) -> None:
         """Copy what calls of these masks take, by ``"gather"``."""
@@ -70,7 +70,7 @@ class PackedPlan:
 
     def whole_call(self, options: Options) -> Call:
         """Return the call of all tokens."""
-        longest = self._packed.longest
+        longest = self.packed.longest
         starts = {"cu_seqlens_q": self.cu_seqlens, "cu_seqlens_k": self.cu_seqlens}
         return Call(options._replace(max_seqlens=(longest, longest)), starts=starts)
 
@@ -84,7 +84,7 @@ class PackedPlan:
 
     def _prepare(self, mask: Mask) -> DocumentCalls:
         if mask not in self._prepared:
-            packed, rank = self._packed, self.place.rank
+            packed, rank = self.packed, self.place.rank
             alone, *rounds = packed.rounds[rank]
             spans = packed.layout.held[rank]
             options = Options(mask[0], window=mask[1])
