@@ -117,26 +117,10 @@ def test_it_is_chosen_where_it_serves(name):
     assert plan_of(**SERVED[name], kernel="backward_triton").kernel == "backward_triton"
 
 
-@pytest.mark.parametrize(
-    ("dims", "change", "reason"),
-    [
-        ((64, 64), {"packed": True}, "packed, with ALiBi and heads of this size, it was not run yet"),
-        ((256, 256), {"packed": True}, "packed, with ALiBi and heads of this size, it was not run yet"),
-        ((64, 64), {"causal": False, "window": (9, 9)}, "it was not run with heads of this size yet"),
-        ((104, 40), {}, "with ALiBi it was not run with head sizes 104 and 40 yet"),
-        ((64, 64), {"causal": False}, ""),
-        ((128, 128), {"packed": True}, ""),
-        ((192, 128), {"packed": True}, ""),
-    ],
-    ids=str,
-)
-def test_alibi_is_served_where_a_run_showed_it(dims, change, reason):
-    """A caller may force it elsewhere."""
-    plan = plan_of(head_dim=dims[0], head_dim_v=dims[1], alibi="fp32", **change)
-    assert plan.kernel == ("backward_triton" if reason else "backward_gluon_sm90")
-    assert reason in plan.reason
-    forced = plan_of(head_dim=dims[0], head_dim_v=dims[1], alibi="fp32", kernel="backward_gluon_sm90", **change)
-    assert forced.kernel == "backward_gluon_sm90"
+@pytest.mark.parametrize("change", [{"packed": True}, {"causal": False}, {"causal": False, "window": (300, 9)}], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (104, 40), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_alibi_is_served(dims, change):
+    assert plan_of(head_dim=dims[0], head_dim_v=dims[1], alibi="fp32", **change).kernel == "backward_gluon_sm90"
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -19,7 +19,6 @@ from .plan_sm90 import (
     hopper_backward_launches,
     hopper_backward_refusal,
     is_wide,
-    not_run_with_alibi,
     too_short_for_tiles,
 )
 from .problem import BackwardProblem
@@ -282,7 +281,7 @@ def plan_backward(problem: BackwardProblem, gpu: GpuSpec | None, kernel: str = "
         return BackwardPlan(problem, gpu.name, gpu.arch, name, None, (), why)
     refusal = None if kernel == portable else hopper_backward_refusal(problem, gpu)
     if kernel == "auto" and refusal is None:
-        refusal = too_short_for_tiles(problem, gpu) or not_run_with_alibi(problem)
+        refusal = too_short_for_tiles(problem, gpu)
     if kernel == "backward_gluon_sm90" and refusal:
         raise UnsupportedError(f"{kernel} does not serve {problem.describe()}: {refusal}", hint="auto serves it")
     why = "it was asked for"

@@ -227,21 +227,6 @@ def too_short_for_tiles(problem: BackwardProblem, gpu: GpuSpec) -> str | None:
     return None
 
 
-_RUN_WITH_ALIBI = ((64, 64), (128, 128), (192, 128), (256, 256))
-
-
-def not_run_with_alibi(problem: BackwardProblem) -> str | None:
-    """Return why a call with ALiBi is left to the portable kernel, or None: no GPU run showed these right yet."""
-    p, columns = problem.forward, hopper_backward_columns(problem)[0]
-    if p.alibi and (p.head_dim, p.head_dim_v) not in _RUN_WITH_ALIBI:
-        return f"with ALiBi it was not run with head sizes {p.head_dim} and {p.head_dim_v} yet"
-    if p.alibi and p.packed and columns in (64, _WIDEST):
-        return "packed, with ALiBi and heads of this size, it was not run yet"
-    if p.alibi and columns == 64 and p.window[1] > 0 and not p.causal:
-        return "with ALiBi and a window that looks ahead, it was not run with heads of this size yet"
-    return None
-
-
 def _layout_refusal(problem: BackwardProblem) -> str | None:
     """Return why TMA, or a load of 16 bytes, cannot step through an input, or None."""
     p = problem.forward
