@@ -117,7 +117,9 @@ def test_it_is_chosen_where_it_serves(name):
     assert plan_of(**SERVED[name], kernel="backward_triton").kernel == "backward_triton"
 
 
-@pytest.mark.parametrize("change", [{"packed": True}, {"causal": False}, {"causal": False, "window": (300, 9)}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"packed": True}, {"causal": False}, {"causal": False, "window": (300, 9)}], ids=str
+)
 @pytest.mark.parametrize("dims", [(64, 64), (104, 40), (128, 128), (192, 128), (256, 256)], ids=str)
 def test_alibi_is_served(dims, change):
     assert plan_of(head_dim=dims[0], head_dim_v=dims[1], alibi="fp32", **change).kernel == "backward_gluon_sm90"
