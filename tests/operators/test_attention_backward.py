@@ -124,8 +124,7 @@ def test_the_suite_holds_what_it_says():
 
 
 def test_features_are_served_and_have_the_call_without_them_beside():
-    suite = load_suite("backward-features")
-    for case in suite.cases:
+    for case in (*load_suite("backward-features").cases, *load_suite("backward-bias").cases):
         problem: Any = case.problem
         assert problem.forward.features
         assert OPERATOR.refusal("flash_attention_backward", problem, "H100") is None
