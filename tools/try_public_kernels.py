@@ -102,8 +102,7 @@ def prove(name: str, trial: Trial, evidence: Path) -> str:
         str(trial.suite),
     ]
     command += ["--processes", "1", "--json", *(part for kind in trial.times for part in ("--time", kind))]
-    result = subprocess.run(command, cwd=evidence, capture_output=True, text=True, check=False)
-    sys.stderr.write(result.stderr)
+    result = subprocess.run(command, cwd=evidence, stdout=subprocess.PIPE, text=True, check=False)
     try:
         record = json.loads(result.stdout)["record"]
     except ValueError:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flashmoe_science.operators import MODULES
-from flashmoe_science.proof.measure.allowed_error import find_sampled
+from flashmoe_science.proof.measure.allowed_error import Whole
 from flashmoe_science.proof.measure.arms import fault_of
 from flashmoe_science.proof.measure.fresh_values import FreshValues
 from flashmoe_science.proof.subject.operator import sample_of
@@ -40,6 +40,10 @@ def drawn(operator, problem, inputs, seed):
     return one
 
 
+def expected_of(operator, one):
+    return Whole(operator, one.problem, one.inputs, one.pick).expected(None)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_answer_of_a_part_is_part_of_the_answer(name):
     operator, problem, inputs = made(name)
@@ -52,6 +56,24 @@ def test_the_answer_of_a_part_is_part_of_the_answer(name):
                 whole, part = (tuple(largest for largest, _ in scales) for scales in (whole, part))
             for each, its in zip(parts(whole), parts(part), strict=True):
                 torch.testing.assert_close(one.pick(each), its, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("lengths", [[16], [7, 3, 22]])
+def test_over_ranks_a_part_has_a_head_for_each(lengths):
+    operator = importlib.import_module("flashmoe_science.operators.ranks.context_parallel").OPERATOR
+    sizes = {"heads": 8, "heads_kv": 4, "head_dim": 16, "dtype": "fp16", "causal": True}
+    problem = operator.parse_case({"ranks": 2, "lengths": lengths, **sizes})
+    inputs = operator.make_inputs(problem, seed=3, device="cpu")
+    for seed in range(4):
+        one = drawn(operator, problem, inputs, seed)
+        assert one.parts == 2
+        assert one.inputs["k"].shape[1] == 2
+        for whole, part in zip(operator.exact(problem, inputs), operator.exact(one.problem, one.inputs), strict=True):
+            torch.testing.assert_close(one.pick(whole), part)
+            for layout in ("auto", "chunks"):  # a rank's tokens of these heads are these heads of its tokens
+                for rank in range(2):
+                    its = operator.shard(problem, layout, rank, "o", whole)
+                    torch.testing.assert_close(one.pick(its), operator.shard(one.problem, layout, rank, "o", part))
 
 
 def test_of_one_head_there_is_no_part():
@@ -67,7 +89,7 @@ def test_each_head_is_drawn_and_a_fault_in_one_is_found():
     wrong[1, 5, 8] *= 1.2  # of the third head of K and V
     found = []
     for seed in range(20):
-        expected = find_sampled(operator, drawn(operator, problem, inputs, seed))
+        expected = expected_of(operator, drawn(operator, problem, inputs, seed))
         assert not fault_of(right, expected)
         found.append(bool(fault_of(wrong, expected)))
     assert 0 < sum(found) < 20
@@ -79,7 +101,7 @@ def test_nan_outside_of_the_part_is_a_fault():
     for head in range(6):
         spoilt = answer.clone()
         spoilt[0, head, 0, 0] = torch.nan
-        assert fault_of(spoilt, find_sampled(operator, drawn(operator, problem, inputs, 1))) == "it has NaN"
+        assert fault_of(spoilt, expected_of(operator, drawn(operator, problem, inputs, 1))) == "it has NaN"
 
 
 def test_timed_values_are_compared_by_parts_where_that_is_asked_for():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -247,6 +248,29 @@ class ContextParallelOperator(OperatorOverRanks):
             heads = inputs[name].shape[1] // problem.ranks
             mine[name] = inputs[name].narrow(1, rank_here() * heads, heads)
         return tuple(_of_all_heads(x, problem.ranks) for x in answer(problem, mine))
+
+    def sample(
+        self, problem: RankedProblem, inputs: Inputs, *, seed: int
+    ) -> tuple[RankedProblem, Inputs, Callable[[torch.Tensor], torch.Tensor], int] | None:
+        """Return as many heads of K and V as there are ranks, drawn by ``seed``, with the heads of q that share them.
+
+        Returns:
+            Their problem, their inputs, what picks their part of a rank's output, and the number of such parts. None:
+            there is one.
+        """
+        table = self.as_table(problem)
+        parts = table["heads_kv"] // problem.ranks
+        if parts < 2:
+            return None
+        chosen = random.Random(seed).randrange(parts)
+
+        def pick(tensor: torch.Tensor) -> torch.Tensor:
+            tokens, _, columns = tensor.shape
+            return tensor.reshape(tokens, table["heads_kv"], -1, columns)[:, chosen::parts].flatten(1, 2)
+
+        its = {**inputs, **{name: pick(inputs[name]) for name in _TENSORS}}
+        heads = problem.whole.planned.group * problem.ranks
+        return self.parse_case({**table, "heads": heads, "heads_kv": problem.ranks}), its, pick, parts
 
     def launches(self, subject: str, problem: RankedProblem, gpu: GpuSpec) -> Sequence[PlannedSource]:
         """Return those of a rank by "heads". By "gather" it makes a call for each chunk: nothing is told."""

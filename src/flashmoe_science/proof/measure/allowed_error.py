@@ -12,7 +12,7 @@ import torch
 from ...errors import ProofError
 from ..records.evidence import OutputAccuracy
 from ..spent import spending
-from ..subject.operator import Inputs, Operator, Part, Sample
+from ..subject.operator import Inputs, Operator, Part
 from ..subject.outputs import known_parts, names_of
 
 _ELEMENTS_AT_ONCE = 2**27  # 1 GiB in fp64
@@ -36,6 +36,9 @@ class Allowed:
         return Allowed(part.of(output, self.largest), None if self.rms is None else part.of(output, self.rms))
 
 
+Pick = Callable[[torch.Tensor], torch.Tensor]
+
+
 @dataclass(frozen=True)
 class Expected:
     """The right answer to one set of inputs, in one output."""
@@ -47,7 +50,7 @@ class Expected:
     low_precision_error: float
     rms_budget: float  # root mean square of all errors allowed
     allowed: Allowed | None = None  # None: too few elements for a budget of each row
-    pick: Callable[[torch.Tensor], torch.Tensor] | None = None  # the part of an answer that this is; None: the whole
+    pick: Pick | None = None  # the part of an answer that this is; None: the whole
 
     @property
     def nbytes(self) -> int:
@@ -71,19 +74,18 @@ def find_expected(operator: Operator, problem: Any, inputs: Inputs, part: Part |
     return Whole(operator, problem, inputs).expected(part)
 
 
-def find_sampled(operator: Operator, sample: Sample) -> ExpectedOutputs:
-    """Return what a part of an answer has to be."""
-    found = Whole(operator, sample.problem, sample.inputs).expected(None)
-    return tuple(replace(each, pick=sample.pick) for each in found)
-
-
 class Whole:
     """What the operator says of one set of inputs, which may take long, and what follows for each rank."""
 
     @spending("what is right")
-    def __init__(self, operator: Operator, problem: Any, inputs: Inputs) -> None:
-        """Ask the operator. Raises ``ProofError`` where an answer has the wrong form."""
+    def __init__(self, operator: Operator, problem: Any, inputs: Inputs, pick: Pick | None = None) -> None:
+        """Ask the operator. ``pick``: of whole answers, the part that is asked about.
+
+        Raises:
+            ProofError: an answer has the wrong form.
+        """
         self._operator = operator
+        self._pick = pick
         self._names = names_of(operator, problem)
         self._draw = _Draw.of(operator, problem, inputs, self._names)
         self._scales = _scales_of(operator, problem, inputs, self._draw.exact)
@@ -107,7 +109,7 @@ class Whole:
             if part is not None:  # the largest error of fewer elements is luck
                 wholes = zip(found, self.expected(None), strict=True)
                 found = tuple(replace(each, budget=max(each.budget, whole.budget)) for each, whole in wholes)
-            self._found[part] = found
+            self._found[part] = tuple(replace(each, pick=self._pick) for each in found)
         return self._found[part]
 
 

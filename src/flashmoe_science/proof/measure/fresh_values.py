@@ -17,7 +17,7 @@ import torch
 
 from ..subject.operator import Inputs, Operator, Part, sample_of
 from . import schedule
-from .allowed_error import ExpectedOutputs, Whole, find_sampled
+from .allowed_error import ExpectedOutputs, Whole
 
 _STRIDE = 7919  # between the seeds of two sets: an operator may use the next few numbers too
 _PART = 64  # of a tensor, one in so many elements is new where the others stay
@@ -55,7 +55,6 @@ class FreshValues:
         self._sample = ""
         self._seeds: dict[int, int] = {}  # place -> of the values that it holds
         self._whole: tuple[tuple[int, int], Whole] | None = None
-        self._part: tuple[tuple[int, int], ExpectedOutputs] | None = None
         self.parts = 1  # of an answer, of which one is compared
         if sampled and (sample := sample_of(operator, problem, input_sets[0], seed=0)):
             self.parts = sample.parts
@@ -95,18 +94,19 @@ class FreshValues:
         The last one is kept: the next arm asks for it too.
         """
         key = place, self._seeds[place]
-        if self.parts > 1:
-            if self._part is None or self._part[0] != key:
-                self._part = None
-                drawn = schedule.derived_seed(self._round, f"{self._sample}/part", *key)
-                sample = sample_of(self._operator, self._problem, self._input_sets[place], seed=drawn)
-                assert sample is not None
-                self._part = key, find_sampled(self._operator, sample)
-            return self._part[1]
         if self._whole is None or self._whole[0] != key:
             self._whole = None  # fp64 of two may not fit
-            self._whole = key, Whole(self._operator, self._problem, self._input_sets[place])
+            self._whole = key, self._work_out(place)
         return self._whole[1].expected(part)
+
+    def _work_out(self, place: int) -> Whole:
+        inputs = self._input_sets[place]
+        if self.parts == 1:
+            return Whole(self._operator, self._problem, inputs)
+        drawn = schedule.derived_seed(self._round, f"{self._sample}/part", place, self._seeds[place])
+        sample = sample_of(self._operator, self._problem, inputs, seed=drawn)
+        assert sample is not None
+        return Whole(self._operator, sample.problem, sample.inputs, sample.pick)
 
     @property
     def writes_parts(self) -> bool:

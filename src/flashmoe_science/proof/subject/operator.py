@@ -253,7 +253,8 @@ class Sampling(Protocol):
     """What an operator may offer besides: parts of a call that do not depend on one another, e.g. heads.
 
     Where it takes long to work out what is right, answers of timed calls are compared with that of a part drawn at
-    random. Gate correct, and the first answers of each process, are compared whole.
+    random. Gate correct, and the first answers of each process, are compared whole. Over ranks, each has a share of
+    every part.
     """
 
     def sample(
@@ -263,9 +264,7 @@ class Sampling(Protocol):
 
 
 def sample_of(operator: Operator, problem: Any, inputs: Inputs, *, seed: int) -> Sample | None:
-    """Return a part of a call, or None where the operator knows none, or ranks make it."""
-    if ranks_of(operator, problem) > 1:
-        return None
+    """Return a part of a call, or None where the operator knows none."""
     draw = getattr(operator, "sample", None)  # not by isinstance: a revision's operator hands it on
     found = None if draw is None else draw(problem, inputs, seed=seed)
     return None if found is None else Sample(*found)
