@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...gpu.planning import PlannedLaunch
 from ...gpu.specs import GpuSpec
 from ..problem import AttentionProblem
-from ..tiles import Plan, WideConfig, cdiv
+from ..tiles import FULL_ENOUGH, Plan, WideConfig, cdiv
 from .plan_sm90 import hopper_call_refusal
 
 WIDE_KERNEL = "forward_wide_gluon_sm90"
@@ -24,6 +24,14 @@ def wide_refusal(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
 def wide_tiles(problem: AttentionProblem) -> int:
     """Return how many row tiles there are; each has two programs."""
     return cdiv(problem.seqlen_q, WIDE_ROWS) * problem.batch * problem.heads
+
+
+def wide_underfills(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
+    """Return why ``forward_triton``, which has smaller tiles and can split the keys, is left to serve it, or None."""
+    programs = _HALVES * wide_tiles(problem)
+    if programs >= FULL_ENOUGH * gpu.sms:
+        return None
+    return f"its {programs} programs do not fill {gpu.sms} SMs, and it does not split the keys"
 
 
 def wide_plan(problem: AttentionProblem, gpu: GpuSpec, why: str) -> Plan:
