@@ -27,6 +27,7 @@ from flashmoe_science.operators.attention import OPERATOR
 from .checks import poison_allocator
 
 GPUS = {80: "A100", 86: "A10G", 89: "L4", 90: "H200", 100: "B200", 120: "RTX 5090"}
+WIDE = "forward_wide_gluon_sm90"
 TOO_SMALL = (86, 89, 120)  # for gradients of fp32
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {"causal": True},
@@ -52,10 +53,12 @@ def test_the_kernels_in_the_interpreter():
 @pytest.mark.parametrize("gpu", GPUS.values())
 @pytest.mark.parametrize("head_dim", [257, 512])
 def test_the_portable_kernels_are_chosen(gpu, head_dim):
-    for options in FEATURES.values():
+    """But on Hopper where heads are multiples of 8 and calls are without features."""
+    for name, options in FEATURES.items():
         for dtype in ("bf16", "fp32"):
             problem = AttentionProblem(2, 8, 2, 4096, 4096, head_dim, head_dim, dtype, return_lse=True, **options)
-            assert plan_attention(problem, SPECS[gpu]).kernel == "forward_triton"
+            hopper = gpu == "H200" and (name, dtype, head_dim) == ("plain", "bf16", 512)
+            assert plan_attention(problem, SPECS[gpu]).kernel == (WIDE if hopper else "forward_triton")
             gradients = BackwardProblem(problem, wants_sinks=bool(problem.sinks))
             if dtype == "fp32" and SPECS[gpu].arch in TOO_SMALL:
                 with pytest.raises(UnsupportedError, match=r"need 131072 bytes of shared .* has 101376"):
@@ -95,11 +98,11 @@ def test_tiles_fit(arch, dtype, features):
         assert compiled.metadata.shared <= shared_memory_limit(arch), kernel.source.name
         code = read_code(compiled, kernel.source.name, arch)
         spills = arch == 90 and features == "plain" and kernel.source.name in ("_forward_kernel", "_backward_kv_kernel")
-        allowed = 96 if spills else 32  # tiles that spill there were faster than others
+        with_bias = arch == 90 and features == "bias" and kernel.source.name == "_backward_kv_kernel"
+        allowed = 96 if spills else 64 if with_bias else 32  # tiles that spill there were faster than others
         assert dtype == "fp32" or code.count(("LDL", "STL"), in_loops=True) <= allowed, kernel.source.name
 
 
-WIDE = "forward_wide_gluon_sm90"
 WIDE_CASES = [
     AttentionProblem(1, 16, 2, 16384, 16384, 512, 512, "bf16", causal=True, return_lse=True),
     AttentionProblem(2, 8, 8, 300, 500, 264, 400, "fp16"),
@@ -146,6 +149,15 @@ def test_what_the_kernel_for_hopper_refuses(why):
         plan_attention(problem, SPECS["H200"], WIDE)
     with pytest.raises(UnsupportedError, match="it is for sm_90"):
         plan_attention(WIDE_CASES[0], SPECS["B200"], WIDE)
+
+
+def test_few_rows_are_left_to_the_kernel_that_splits_keys():
+    few, many = (dataclasses.replace(WIDE_CASES[0], seqlen_q=seqlen_q) for seqlen_q in (256, 512))
+    plan = plan_attention(few, SPECS["H200"])
+    assert plan.kernel == "forward_triton"
+    assert f"{WIDE} too (its 64 programs do not fill 132 SMs" in plan.reason
+    plan = plan_attention(many, SPECS["H200"])
+    assert (plan.kernel, plan.launches[0].grid) == (WIDE, (128, 1, 1))
 
 
 @pytest.mark.gpu
