@@ -16,6 +16,7 @@ from flashmoe_science.attention.mixed.plan import (
     FEW_TABLES,
     fixed_steps,
     mixed_config,
+    mixed_passed_over,
     mixed_sizes,
     mixed_slots,
     most_steps,
@@ -151,9 +152,37 @@ def test_every_row_of_the_tables_has_a_width():
             assert rows[0][0].block_m == 16
 
 
+PASSED_OVER: dict[str, tuple[dict[str, Any], str]] = {
+    "prompts": ({"batch": 8, "seqlen_q": 2048}, "row tiles of the longest of 8 prompts fill the GPU"),
+    "little": ({"batch": 1, "seqlen_q": 1, "seqlen_k": 16000}, "measured with 16384 keys and more"),
+    "dim": ({"head_dim": 256, "head_dim_v": 256}, "heads of 64 and 128"),
+    "dims": ({"head_dim_v": 64}, "heads of 64 and 128"),
+    "full": ({"causal": False}, "measured causal"),
+    "pages": ({"page_size": 8}, "pages of 16 and more"),
+    "window": ({"window": (100, -1)}, "measured without features"),
+}
+
+
+def test_auto_takes_it_for_what_was_measured():
+    for changes in ({}, {"batch": 1, "heads": 8, "seqlen_q": 512, "seqlen_k": 16384}, {"batch": 64, "seqlen_q": 2048}):
+        for gpu in ("H100", "H200"):
+            plan = plan_attention(problem(**changes), SPECS[gpu])
+            assert plan.kernel == "mixed_triton"
+            assert "it splits the keys of prompts and tokens over pages" in plan.reason
+    for gpu in ("A100", "L4", "B200"):
+        assert plan_attention(problem(), SPECS[gpu]).kernel == "forward_triton"
+        assert mixed_passed_over(problem(), SPECS[gpu]) == "it was measured on sm_90 alone"
+
+
+@pytest.mark.parametrize("why", PASSED_OVER)
+def test_what_was_not_measured_is_left_to_the_other_kernel(why):
+    changes, message = PASSED_OVER[why]
+    assert plan_attention(problem(**changes), SPECS["H100"]).kernel == "forward_triton"
+    assert message in str(mixed_passed_over(problem(**changes), SPECS["H100"]))
+
+
 def test_auto_asks_for_it_where_splits_are_asked_for():
     gpu = SPECS["H100"]
-    assert plan_attention(problem(), gpu).kernel == "forward_triton"
     assert plan_attention(problem(num_splits=3), gpu).kernel == "mixed_triton"
     assert plan_attention(problem(batch_invariant=True), gpu).kernel == "mixed_triton"
     plan = plan_attention(problem(), gpu, "mixed_triton")

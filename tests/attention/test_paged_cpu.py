@@ -267,11 +267,11 @@ def test_prepared_calls_serve_any_number_of_pages_and_see_every_other_change():
 
 
 def test_a_plan_says_which_kernels_do_not_serve_pages():
-    problem = AttentionProblem(8, 32, 8, 512, 4096, 128, 128, "bf16", causal=True, packed=True, page_size=16)
+    problem = AttentionProblem(8, 32, 8, 4096, 4096, 128, 128, "bf16", causal=True, packed=True, page_size=16)
     plan = plan_attention(problem, SPECS["H200"])
     assert plan.kernel == "forward_triton"
     assert "forward_features_gluon_sm90 too (it does not serve a page table)" in plan.reason
-    assert problem.describe() == "b8_h32_8_s512_4096_d128_bf16_causal_packed_page16"
+    assert problem.describe() == "b8_h32_8_s4096_d128_bf16_causal_packed_page16"
     assert problem.extras == ("cu_seqlens_q", "cu_seqlens_k", "page_table")
     with pytest.raises(
         UnsupportedError, match=r"forward_features_gluon_sm90 does not serve .*_page16: it .* a page table"

@@ -125,8 +125,9 @@ def flash_attention_varlen(
             recorded and an input requires grad.
 
     Numerics: as in ``flash_attention``. A sequence has the same bits whatever else is in the batch, as long as
-    ``max_seqlen_q``, ``max_seqlen_k``, B and H lead to the same tile (``explain_varlen`` shows it). ``mixed_triton``
-    splits keys by all lengths, unless ``batch_invariant`` is asked for. The same call has the same bits.
+    ``max_seqlen_q``, ``max_seqlen_k``, B and H lead to the same tile (``explain_varlen`` shows it). ``mixed_triton``,
+    the default of many calls over pages on Hopper, splits keys by all lengths, unless ``batch_invariant`` is asked for.
+    The same call has the same bits.
 
     The host reads no tensor, so a CUDA graph replays with other lengths in the same tensors, up to the maxima.
     """

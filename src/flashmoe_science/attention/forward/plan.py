@@ -11,6 +11,7 @@ from ..masks.plan import MASKED_KERNEL, masked_launch, masked_plan, masked_refus
 from ..mixed.plan import (
     MIXED_KERNEL,
     interpreted_plan,
+    mixed_passed_over,
     mixed_plan,
     mixed_refusal,
     split_refusal,
@@ -120,6 +121,8 @@ def _auto_plan(problem: AttentionProblem, gpu: GpuSpec) -> Plan:
         return masked_plan(problem, gpu, "it is the one that serves a block mask")
     if problem.num_splits or problem.batch_invariant:
         return mixed_plan(problem, gpu, "it is the one that serves num_splits and batch_invariant")
+    if problem.page_size and (mixed_refusal(problem) or mixed_passed_over(problem, gpu)) is None:
+        return mixed_plan(problem, gpu, "it splits the keys of prompts and tokens over pages")
     refusal = _refusal("forward_short_gluon", problem, gpu) or short_passed_over(problem, gpu)
     if refusal is None and _hopper_declines(problem, gpu) is None:
         refusal = short_slower_than_hopper(problem, gpu)

@@ -29,6 +29,10 @@ _FEW_LEAST, _MANY_LEAST = 2, 8
 # Keys of a share of few rows where results do not depend on the batch. Sequences of many rows are not split there:
 # the partial results of a batch of prompts would take more memory than its keys.
 _FIXED_KEYS = 1024
+# What was measured beside ``forward_triton``.
+_MEASURED_ARCH, _MEASURED_DIMS, _SMALLEST_PAGE, _FEWEST_KEYS = 90, (64, 128), 16, 1 << 14
+_FEW_PROMPTS, _PROMPT_ROWS = 8, 128  # sequences, and rows of a tile of ``forward_triton``
+_PAGED = frozenset(("packed sequences", "a page table"))
 _SERVED = frozenset(("a sliding window", "a softcap", "attention sinks", "ALiBi", "packed sequences", "a page table"))
 
 
@@ -81,6 +85,26 @@ def mixed_refusal(problem: AttentionProblem) -> str | None:
 def split_refusal(problem: AttentionProblem) -> str | None:
     """Return why ``num_splits`` and ``batch_invariant`` cannot be served, or None."""
     return mixed_refusal(problem) if problem.num_splits or problem.batch_invariant else None
+
+
+def mixed_passed_over(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
+    """Return why ``forward_triton`` is left to serve what this kernel could, or None.
+
+    It is taken for what was measured on an H100 and an H200: ten batches of 1 to 128 sequences took a half to a fifth
+    of the time, and two of a few long prompts 0.99 to 1.05 times as long (lab/mixed).
+    """
+    p = problem
+    if gpu.arch != _MEASURED_ARCH:
+        return f"it was measured on sm_{_MEASURED_ARCH} alone"
+    if p.head_dim != p.head_dim_v or p.head_dim not in _MEASURED_DIMS or not p.causal or p.page_size < _SMALLEST_PAGE:
+        return f"it was measured causal, with heads of 64 and 128 and pages of {_SMALLEST_PAGE} and more"
+    if set(p.features) - _PAGED:
+        return "it was measured without features"
+    if p.batch * p.seqlen_k < _FEWEST_KEYS:
+        return f"it was measured with {_FEWEST_KEYS} keys and more"
+    if p.batch <= _FEW_PROMPTS and cdiv(p.seqlen_q, _PROMPT_ROWS) * p.heads >= gpu.sms:
+        return f"row tiles of the longest of {p.batch} prompts fill the GPU"
+    return None
 
 
 def mixed_config(problem: AttentionProblem, arch: int) -> MixedConfig:
