@@ -27,11 +27,15 @@ def _tensor_names(kernel: PreparedKernel) -> list[str]:
     return [name.rpartition(".")[2].removesuffix("_ptr") for name in kernel.tensors]
 
 
-def _allocate(plan: Plan, sms: int, q: Tensor) -> dict[str, Tensor]:
-    """Return outputs, the list of work and partial results, not written yet."""
-    p, config = plan.problem, plan.config
-    assert isinstance(config, MixedConfig)
-    rows = sum(part_rows(p, config, mixed_sizes(p, config, sms, round_tokens(q.shape[0]))))
+def _part_rows(plan: Plan, sms: int, tokens: int) -> int:
+    """Return the rows of partial results of a call with so many queries."""
+    assert isinstance(plan.config, MixedConfig)
+    return sum(part_rows(plan.problem, plan.config, mixed_sizes(plan.problem, plan.config, sms, round_tokens(tokens))))
+
+
+def _allocate(plan: Plan, rows: int, q: Tensor) -> dict[str, Tensor]:
+    """Return outputs, the list of work and ``rows`` of partial results, not written yet."""
+    p = plan.problem
     found = {
         "o": torch.empty((*q.shape[:2], p.head_dim_v), dtype=q.dtype, device=q.device),
         "records": torch.empty(RECORDS.value * p.batch, dtype=torch.int32, device=q.device),
@@ -56,7 +60,7 @@ def interpreted_call(plan: Plan) -> Call:
 
     def call(q: Tensor, k: Tensor, v: Tensor, _pq: int, _pk: int, _pv: int, *extras: Tensor) -> Any:
         tensors = {"q": q, "k": k, "v": v, **dict(zip(plan.problem.extras, extras, strict=True))}
-        tensors |= _allocate(plan, INTERPRETED_SMS, q)
+        tensors |= _allocate(plan, _part_rows(plan, INTERPRETED_SMS, q.shape[0]), q)
         if q.shape[0]:
             for kernel in prepare_mixed(plan, INTERPRETED_SMS, q.shape[0]):
                 interpret(kernel, tuple(tensors[name] for name in _tensor_names(kernel)))
@@ -74,7 +78,7 @@ def cuda_call(plan: Plan, device: int) -> Call:
     assert stream_of is not None
 
     @functools.lru_cache(maxsize=_MAX_GRIDS)
-    def launches_of(tokens: int) -> list[tuple[Callable[..., None], list[str]]]:
+    def prepared(tokens: int) -> tuple[int, list[tuple[Callable[..., None], list[str]]]]:
         found = []
         with current_context(device):  # the thread that calls may not have used the GPU yet
             for kernel in prepare_mixed(plan, sms, tokens):
@@ -84,16 +88,17 @@ def cuda_call(plan: Plan, device: int) -> Call:
                     kernel.source, plan.arch, device, kernel.grid, kernel.scalars, kernel.tensor_maps
                 )
                 found.append((launch, names))
-        return found
+        return _part_rows(plan, sms, tokens), found
 
     def call(q: Tensor, _k: Tensor, _v: Tensor, pq: int, pk: int, pv: int, *extras: Tensor) -> Any:
-        tensors = _allocate(plan, sms, q)
-        if q.shape[0]:
+        rows, launches = prepared(round_tokens(q.shape[0])) if q.shape[0] else (0, [])
+        tensors = _allocate(plan, rows, q)
+        if launches:
             addresses = {"": 0, "q": pq, "k": pk, "v": pv, "lse": 0}
             named = (*tensors.items(), *zip(plan.problem.extras, extras, strict=True))
             addresses.update((name, tensor.data_ptr()) for name, tensor in named)
             stream = stream_of(device)
-            for launch, names in launches_of(round_tokens(q.shape[0])):
+            for launch, names in launches:
                 launch(stream, *[addresses[name] for name in names])
         return _returned(tensors)
 
