@@ -152,12 +152,15 @@ def test_what_the_kernel_for_hopper_refuses(why):
 
 
 def test_few_rows_are_left_to_the_kernel_that_splits_keys():
-    few, many = (dataclasses.replace(WIDE_CASES[0], seqlen_q=seqlen_q) for seqlen_q in (256, 512))
+    few, many = (dataclasses.replace(WIDE_CASES[0], seqlen_q=seqlen_q) for seqlen_q in (128, 256))
     plan = plan_attention(few, SPECS["H200"])
     assert plan.kernel == "forward_triton"
-    assert f"{WIDE} too (its 64 programs do not fill 132 SMs" in plan.reason
+    assert f"{WIDE} too (its 32 programs do not fill 132 SMs" in plan.reason
     plan = plan_attention(many, SPECS["H200"])
-    assert (plan.kernel, plan.launches[0].grid) == (WIDE, (128, 1, 1))
+    assert (plan.kernel, plan.launches[0].grid) == (WIDE, (64, 1, 1))
+    plan = plan_attention(dataclasses.replace(many, batch=64, seqlen_q=64), SPECS["H200"])
+    assert plan.kernel == "forward_triton"
+    assert f"{WIDE} too (most of a row tile of 128 would be empty)" in plan.reason
 
 
 @pytest.mark.gpu

@@ -1,9 +1,9 @@
 """Attention forward of heads of 257 to 512 columns for Hopper (Gluon, sm_90, fp16 and bf16).
 
 The output of 64 rows and 512 columns would fill the registers of two warpgroups, and 64 rows use each byte of K and V
-for 64 operations: L2 could not give them fast enough. So a program attends 128 query rows and half of the columns of V:
-two warpgroups own 64 rows each, and compute the scores of all columns of Q and K. Scores are computed twice, and a byte
-is used for 85 operations that count.
+from L2 for 64 operations. So a program attends 128 query rows and half of the columns of V: two warpgroups own 64 rows
+each, and compute the scores of all columns of Q and K. Scores are computed twice, and a byte is used for 85 operations
+that count.
 
 One warp, the producer, copies tiles of 64 keys with TMA; K in halves of its columns, each of which is copied anew as
 soon as its products have ended. Keys are walked over from the last tile to the first. A warpgroup issues the scores of
