@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from flashmoe_science.errors import ProofError
+from flashmoe_science.proof import worker
 from flashmoe_science.proof.gates import chain, run
 from flashmoe_science.proof.gates.run import passed
 from flashmoe_science.proof.judge.run_verdicts import last_word
@@ -234,11 +237,19 @@ def test_broken_module_fails_gate_import(tmp_path, code, summary):
     assert str(tmp_path) not in gate.model_dump_json()
 
 
-def test_import_that_hangs_fails_gate_import(tmp_path):
-    tail = "[limits]\nimport_s = 20"  # a loaded machine needs many to import torch
-    gate, all_gates = import_gate(tmp_path, "import time\ntime.sleep(600)\n", tail=tail)
+@pytest.fixture
+def hang(tmp_path, monkeypatch):
+    """Return code that hangs. No worker is waited for from then on: a loaded machine imports torch at leisure."""
+    hangs = tmp_path / "hangs"
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 1e4 * hangs.exists(), sleep=time.sleep)
+    monkeypatch.setattr(worker, "time", clock)
+    return f"open({str(hangs)!r}, 'w').close(); time.sleep(600)"
+
+
+def test_import_that_hangs_fails_gate_import(tmp_path, hang):
+    gate, all_gates = import_gate(tmp_path, f"import time\n{hang}\n", tail="[limits]\nimport_s = 120")
     assert all_gates == until("import")
-    assert gate.summary == "written_subject:attend: no answer within 20 s"
+    assert gate.summary == "written_subject:attend: no answer within 120 s"
     assert gate.hint.endswith("; [limits] import_s, or --time-limit, allows more")
     assert any("written_subject.py" in line for line in gate.details)
 
@@ -290,13 +301,13 @@ def test_after_three_crashes_the_rest_is_not_checked(monkeypatch):
     assert [case.correct for case in record.cases] == [False, False, False, None, None]
 
 
-def test_hang_fails_its_case_says_where_and_ends_the_gate(tmp_path):
-    code = "import time\ndef attend(q, k, v, *, causal, softmax_scale): time.sleep(600)\n"
-    subject = write_subject(tmp_path, code, tail="[limits]\ncorrect_cpu_s = 20")  # as above
+def test_hang_fails_its_case_says_where_and_ends_the_gate(tmp_path, hang):
+    code = f"import time\ndef attend(q, k, v, *, causal, softmax_scale): {hang}\n"
+    subject = write_subject(tmp_path, code, tail="[limits]\ncorrect_cpu_s = 120")
     record = run_chain(request_of(subject, SHORT, replace(SHORT, seqlen_q=66)))
     assert statuses(record)["correct"] == "failed"
     gate = gate_of(record, "correct")
-    assert gate.summary == ("1 of 2 cases hung, b1_h3_s65_d64_fp16: no answer within 20 s; 0 right, 1 not checked")
+    assert gate.summary == ("1 of 2 cases hung, b1_h3_s65_d64_fp16: no answer within 120 s; 0 right, 1 not checked")
     said = "the last lines of its output say where it hung; [limits] correct_cpu_s, or --time-limit, allows more"
     assert gate.hint == said
     assert [case.correct for case in record.cases] == [False, None]
