@@ -431,9 +431,13 @@ class Record(Model):
         return next((gate for gate in self.gates if gate.name == name), None)
 
 
+_LAUNCHES = TypeAdapter(list[Launch])
+_INDICES = TypeAdapter(list[list[int]], config={"strict": True})  # made once: a record has hundreds of arms
+
+
 def _launch_table(listed: Any) -> list[Launch]:
     try:
-        return TypeAdapter(list[Launch]).validate_python(listed)
+        return _LAUNCHES.validate_python(listed)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in ("launches", *first["loc"]))
@@ -449,9 +453,7 @@ def _with_launches(case: Any, table: Sequence[Launch]) -> Any:
 
 def _arm_with_launches(arm: Any, table: Sequence[Launch], case: object) -> Any:
     try:
-        lists: list[list[int]] = TypeAdapter(list[list[int]], config={"strict": True}).validate_python(
-            [arm.get("launches", []), *arm.get("rank_launches", [])]
-        )
+        lists = _INDICES.validate_python([arm.get("launches", []), *arm.get("rank_launches", [])])
     except (AttributeError, TypeError, ValidationError):
         return arm  # the same
     if wrong := [index for each in lists for index in each if not 0 <= index < len(table)]:
