@@ -72,7 +72,16 @@ def test_kernels_compile(name, tmp_path):
 
     Masked tiles wait for both products at once.
     """
+    check_compiled(forced(make_problem(**COMPILED[name])), tmp_path)
+
+
+@pytest.mark.parametrize("name", all_but(["d128-alibi", "d256-alibi-packed"], "d128-alibi"))
+def test_kernels_compile_with_slopes_by_a_product(name, tmp_path):
     plan = forced(make_problem(**COMPILED[name]))
+    check_compiled(dataclasses.replace(plan, config=dataclasses.replace(plan.config, slope_product=True)), tmp_path)
+
+
+def check_compiled(plan, tmp_path):
     outcomes = compile_plan(plan)
     assert [outcome.problems for outcome in outcomes] == [()] * len(plan.launches)
     kernel = prepare_features(plan)[-1]
@@ -87,7 +96,9 @@ def test_kernels_compile(name, tmp_path):
     assert waits == one_warpgroup * plan.config.warpgroups, "the products are serialised"
     for loop in loops:
         assert sum(count for opcode, count in loop.items() if opcode.startswith("HGMMA")) >= 8
-        assert [opcode for opcode in loop if opcode.startswith(("LDL", "STL"))] == []
+        # The slope as an operand takes four registers.
+        assert sum(count for opcode, count in loop.items() if opcode.startswith("LDL")) <= plan.config.slope_product
+        assert [opcode for opcode in loop if opcode.startswith("STL")] == []
     ptx = compiled.asm["ptx"]
     assert ("tanh.approx.f32" in ptx) == (plan.problem.softcap > 0)
     assert ("st.global.v4" in ptx) == plan.problem.packed  # rows of the last tile of a sequence

@@ -122,6 +122,7 @@ class VariantCall(NamedTuple):
     BOUND_LEFT: bool  # some keys come too early for some rows
     BOUND_RIGHT: bool  # some keys come too late for some rows
     SEES_AHEAD: bool  # with ALiBi: rows see keys behind their own position
+    SLOPE_PRODUCT: bool  # with ALiBi: a matrix product gives each score its part of slope * key
     STORE_LSE: bool
     DV: int  # columns of o
 

@@ -47,6 +47,7 @@ class HopperConfig:
     num_stages: int  # tiles of K, and of V, in flight
     ping_pong: bool  # the warpgroups take turns at issuing products
     pack: int = 1  # query heads of one KV head that share the rows of a warpgroup
+    slope_product: bool = False  # a matrix product gives each score its part of ALiBi
 
 
 @dataclass(frozen=True, slots=True)

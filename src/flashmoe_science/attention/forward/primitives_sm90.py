@@ -37,9 +37,13 @@ def warp_scheduler_arrive(a, W: gl.constexpr):
 
 
 @gluon.jit
-def issue_scores(q, k, zero, D1: gl.constexpr):
-    """Issue Q K^T over the columns that there are."""
-    s = warpgroup_mma(q[0], k[0].permute((1, 0)), zero, use_acc=False, is_async=True)
+def issue_scores(q, k, zero, D1: gl.constexpr, more_columns=None):
+    """Issue Q K^T over the columns that there are, and over ``more_columns``, a pair of operands like Q and K."""
+    if more_columns is None:
+        s = warpgroup_mma(q[0], k[0].permute((1, 0)), zero, use_acc=False, is_async=True)
+    else:
+        s = warpgroup_mma(more_columns[0], more_columns[1].permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma(q[0], k[0].permute((1, 0)), s, is_async=True)
     if D1 > 0:
         s = warpgroup_mma(q[1], k[1].permute((1, 0)), s, is_async=True)
     return s
@@ -58,12 +62,12 @@ def issue_output(packed, v, acc, more, a):
 
 
 @gluon.jit
-def multiply(q, acc, more, packed, zero, a, i, W: gl.constexpr, IS_EDGE: gl.constexpr):
-    """Return the scores of tile i, and the output with the product of tile i - 1 added."""
+def multiply(q, acc, more, packed, zero, a, i, W: gl.constexpr, IS_EDGE: gl.constexpr, more_columns=None):
+    """Return the scores of tile i, with ``more_columns``, and the output with the product of tile i - 1 added."""
     slot, before = slot_of(i, a.STAGES), slot_of(i - 1, a.STAGES)
     k = a.k_ring.wait(slot, lap_of(i, a.STAGES))
     warp_scheduler_sync(a, W)
-    s = issue_scores(q, k, zero, a.D1)
+    s = issue_scores(q, k, zero, a.D1, more_columns)
     v = a.v_ring.wait(before, lap_of(i - 1, a.STAGES))
     acc, more, p = issue_output(packed, v, acc, more, a)
     warp_scheduler_arrive(a, W)

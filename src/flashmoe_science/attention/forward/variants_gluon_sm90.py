@@ -54,7 +54,7 @@ from .primitives_sm90 import (
     update_row_max,
     warp_scheduler_arrive,
 )
-from .variants_primitives_sm90 import _FIELDS, _HEAD, _PLACE, _ROW, _START, Args
+from .variants_primitives_sm90 import _FIELDS, _HEAD, _PLACE, _ROW, _START, Args, make_places, slope_operand
 
 _CLEANED_ROWS = gl.constexpr(32)  # values that are looked at together
 
@@ -123,14 +123,17 @@ def _cap(s, a):
 
 
 @gluon.jit
-def _slope(a, n):
-    """Return the slope of the head of the n-th tile, times log2(e)."""
+def _slope(a, n, s_layout: gl.constexpr):
+    """Return the slope of the head of the n-th tile, times log2(e), and as an operand of a product or as it is."""
     slope = gl.to_tensor(0.0)
     if a.HAS_ALIBI:
         b = 0 if a.IS_PACKED else a.row_tiles.read(n, _START)
         ptr = a.alibi_ptr + b * a.alibi_stride + a.row_tiles.read(n, _HEAD)
         slope = gl.load(ptr).to(gl.float32) * 1.4426950408889634
-    return slope
+    operand = slope
+    if a.SLOPE_PRODUCT:
+        operand = slope_operand(slope / a.scale_log2, s_layout)
+    return slope, operand
 
 
 @gluon.jit
@@ -215,32 +218,58 @@ def _clean_values(a, i, keys):
 
 
 @gluon.jit
+def _more_columns(slope, a):
+    """Return a slope, and places of keys, as operands like Q and K; None where there is no such product."""
+    return (slope[1], a.places) if a.SLOPE_PRODUCT else None
+
+
+@gluon.jit
+def _below(m, slope, position, key, a):
+    """Return the maximum below the part of ALiBi that is common to a tile, where a product gives the rest."""
+    if a.SLOPE_PRODUCT:
+        m = m - slope[0] * (key - position).to(gl.float32)
+    return m
+
+
+@gluon.jit
+def _raised(m, before, after, slope, position, key, a):
+    """Return the maximum after a tile: ``m`` has the same bits where what is below (``before``) was not raised."""
+    if a.SLOPE_PRODUCT:
+        after = gl.where(after == before, m, after + slope[0] * (key - position).to(gl.float32))
+    return after
+
+
+@gluon.jit
 def _first_step(q, m, l, zero, a, i, n, slope, position, key):
     """Scores of tile i, the last in the range, and their exponentials."""
     k = a.k_ring.wait(slot_of(i, a.STAGES), lap_of(i, a.STAGES))
-    s = warpgroup_mma_wait(0, deps=[issue_scores(q, k, zero, a.D1)])
+    s = warpgroup_mma_wait(0, deps=[issue_scores(q, k, zero, a.D1, _more_columns(slope, a))])
     a.k_ring.release(slot_of(i, a.STAGES))
     if a.HAS_SOFTCAP:
         s = _cap(s, a)
-    if a.HAS_ALIBI:
-        s = _add_alibi(s, a, slope, position, key)
+    if a.HAS_ALIBI and not a.SLOPE_PRODUCT:
+        s = _add_alibi(s, a, slope[0], position, key)
     s = _mask(s, a, n, position, key)
-    m, l, _ = update_row_max(s, m, l, a)
-    packed, sums = exponentials(s, m, l, a)
-    return packed, m, l + sums
+    before = _below(m, slope, position, key, a)
+    after, l, _ = update_row_max(s, before, l, a)
+    packed, sums = exponentials(s, after, l, a)
+    return packed, _raised(m, before, after, slope, position, key, a), l + sums
 
 
 @gluon.jit
 def _step(q, acc, more, packed, m, l, zero, a, i, n, slope, position, key, W: gl.constexpr, IS_EDGE: gl.constexpr):
     """Scores of tile i and the output product of tile i - 1, then the exponentials of the scores."""
-    s, acc, more = multiply(q, acc, more, packed, zero, a, i, W, IS_EDGE)
+    s, acc, more = multiply(q, acc, more, packed, zero, a, i, W, IS_EDGE, _more_columns(slope, a))
     if a.HAS_SOFTCAP:
         s = _cap(s, a)
-    if a.HAS_ALIBI:
-        s = _add_alibi(s, a, slope, position, key)
+    if a.HAS_ALIBI and not a.SLOPE_PRODUCT:
+        s = _add_alibi(s, a, slope[0], position, key)
+    before = _below(m, slope, position, key, a)
     if IS_EDGE:
-        return fold_masked(_mask(s, a, n, position, key), acc, more, m, l, a)
-    return online_softmax_step(s, acc, more, packed, m, l, a)
+        acc, more, packed, after, l = fold_masked(_mask(s, a, n, position, key), acc, more, before, l, a)
+    else:
+        acc, more, packed, after, l = online_softmax_step(s, acc, more, packed, before, l, a)
+    return acc, more, packed, _raised(m, before, after, slope, position, key, a), l
 
 
 @gluon.jit
@@ -290,7 +319,7 @@ def _attend_partition(a, W: gl.constexpr):
         queries, keys = a.queries_of(n), a.keys_of(n)
         begin, end = a.key_tiles(row, queries, keys)
         position = row + W * ROWS + keys - queries
-        slope = _slope(a, n)
+        slope = _slope(a, n, s_layout)
         since, until = a.unmasked_tiles(position, keys, begin, end)
         m = gl.full([ROWS], -3.0e38, gl.float32, gl.SliceLayout(1, s_layout))  # not -inf: -inf - -inf is NaN
         l = partial_sums(gl.zeros([ROWS, a.BLOCK_N], gl.float32, s_layout))
@@ -330,7 +359,7 @@ def _attend_partition(a, W: gl.constexpr):
         acc, more, p = issue_output(packed, v, acc, more, a)
         l_row = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, s_layout))
         if a.HAS_ALIBI and not a.SEES_AHEAD:  # the part of the row, see ``_add_alibi``
-            m -= slope * gl.arange(0, ROWS, m.type.layout).to(gl.float32)
+            m -= slope[0] * gl.arange(0, ROWS, m.type.layout).to(gl.float32)
         m, l_row, factor = _normalise(m, l_row, head, a)
         if a.STORE_LSE:
             _store_lse(m, l_row, head, start, row, place, queries, a)
@@ -362,7 +391,7 @@ def _forward_features_sm90_kernel(
     q_more_desc, k_more_desc, v_more_desc,  # of the second part of the columns, or None
     sizes: VariantSizes,
     window: Window,
-    scale_log2,  # softmax_scale * log2(e), positive; with a softcap softcap * log2(e); with ALiBi 1
+    scale_log2,  # softmax_scale * log2(e), positive; with a softcap softcap * log2(e); see ``_scales``
     inner_scale,  # with a softcap softmax_scale / softcap; with ALiBi softmax_scale * log2(e); or 0
     alibi_stride,  # of the slopes along B, or None
     CALL: gl.constexpr,  # VariantCall
@@ -388,17 +417,18 @@ def _forward_features_sm90_kernel(
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
     o_bufs = make_tiles(o_desc, WARPGROUPS)
     row_tiles = make_mailbox(_FIELDS)
-    fence_async_shared()  # TMA, too, sees that the barriers are there
+    places = make_places(BLOCK_N) if CALL.SLOPE_PRODUCT else o_bufs
+    fence_async_shared()  # TMA, too, sees that the barriers are there, and the matrix units what was stored
     a = Args(  # type: ignore[call-arg] # aggregate gives it a constructor
         q_desc, k_desc, v_desc, o_desc, q_more, k_more, v_more, lse_ptr,
         sinks_ptr if HAS_SINKS else lse_ptr, o_ptr if IS_PACKED else lse_ptr,
         sequences_ptr if IS_PACKED else lse_ptr, counter_ptr if IS_PACKED else lse_ptr,
-        row_tiles, q_ring, o_bufs, k_ring, v_ring,
+        row_tiles, q_ring, o_bufs, k_ring, v_ring, places,
         sizes.batch, sizes.heads, sizes.seqlen_q, sizes.seqlen_k, sizes.tiles_m, sizes.together, sizes.dealt,
         window.left, window.right, scale_log2, inner_scale,
         alibi_ptr if HAS_ALIBI else lse_ptr, alibi_stride if HAS_ALIBI else sizes.heads,
         CALL.GROUP, WARPGROUPS, BLOCK_N, STAGES, IS_PACKED, CALL.HAS_SEQUSED_Q, HAS_SINKS, CALL.HAS_SOFTCAP, HAS_ALIBI,
-        CALL.SEES_AHEAD, CALL.BOUND_LEFT, CALL.BOUND_RIGHT,
+        CALL.SEES_AHEAD, CALL.SLOPE_PRODUCT, CALL.BOUND_LEFT, CALL.BOUND_RIGHT,
         TILE.PING_PONG, CALL.STORE_LSE, WARPGROUPS == 3 and BLOCK_N == 128, TILE.D1, TILE.DV0, TILE.DV1, CALL.DV,
     )  # fmt: skip
     R: gl.constexpr = TILE.REGISTERS

@@ -46,12 +46,12 @@ def _order(plan: Plan) -> PreparedKernel:
     return prepare_kernel(source, plan.launches[0].grid, arguments)
 
 
-def _scales(problem: AttentionProblem) -> tuple[float, float]:
-    """Return by what scores are multiplied as exponents of two, and before a softcap or ALiBi."""
+def _scales(problem: AttentionProblem, config: HopperConfig) -> tuple[float, float]:
+    """Return by what scores are multiplied as exponents of two, and before a softcap, or before ALiBi is added."""
     p = problem
     if p.softcap:
         return p.softcap * LOG2_E, p.scale / p.softcap
-    return (1.0, p.scale_log2) if p.alibi else (p.scale_log2, 0.0)
+    return (1.0, p.scale_log2) if p.alibi and not config.slope_product else (p.scale_log2, 0.0)
 
 
 def _forward(plan: Plan, tokens: tuple[int, int] | None) -> PreparedKernel:
@@ -61,7 +61,7 @@ def _forward(plan: Plan, tokens: tuple[int, int] | None) -> PreparedKernel:
     together = 1 if p.packed else heads_together(p, config, grid[0])
     dealt = p.batch * p.heads if heads_fit(p) is None else together
     tiles, tile = hopper_tiles(p, config, tokens)
-    outer, inner = _scales(p)
+    outer, inner = _scales(p, config)
     arguments: dict[str, Argument] = {
         **tiles,
         "lse_ptr": Pointer("fp32", aligned=True),
@@ -93,6 +93,7 @@ def _forward(plan: Plan, tokens: tuple[int, int] | None) -> PreparedKernel:
             BOUND_LEFT=p.bounded_left,
             BOUND_RIGHT=p.bounded_right,
             SEES_AHEAD=bool(p.alibi) and not (p.bounded_right and right <= 0),
+            SLOPE_PRODUCT=config.slope_product,
             STORE_LSE=p.return_lse,
             DV=p.head_dim_v,
         ),

@@ -18,8 +18,37 @@ _LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of the producer,
 # Fields that the producer sends for each row tile.
 _ROW, _HEAD, _START, _PLACE, _QUERIES, _KEYS = (gl.constexpr(i) for i in range(6))
 _FIELDS = gl.constexpr(6)
+_SLOPE_COLUMNS = gl.constexpr(16)  # what one wgmma instruction sums over
+_SLOPE_PARTS = gl.constexpr(3)  # numbers of bf16 that hold one of fp32
 # Fields that ``sequences_triton`` writes for each sequence.
 _ENDS, _TILES, _START_Q, _PLACE_Q, _QUERIES_Q, _START_K, _KEYS_K, _TOGETHER = (gl.constexpr(i) for i in range(8))
+
+
+@gluon.jit
+def slope_operand(slope, s_layout: gl.constexpr):
+    """Return a slope as three numbers of bf16 in the first columns of each row, for a product with ``make_places``."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
+    high = slope.to(gl.bfloat16).to(gl.float32)
+    middle = (slope - high).to(gl.bfloat16).to(gl.float32)
+    column = gl.arange(0, _SLOPE_COLUMNS, gl.SliceLayout(0, layout))
+    part = gl.where(column == 0, high, gl.where(column == 1, middle, slope - high - middle))
+    part = gl.where(column < _SLOPE_PARTS, part, 0.0)
+    return (part[None, :] + gl.zeros([ROWS, _SLOPE_COLUMNS], gl.float32, layout)).to(gl.bfloat16)
+
+
+@gluon.jit
+def make_places(BLOCK_N: gl.constexpr):
+    """Return shared memory with the place of each key in its tile, in each column that a part of a slope meets.
+
+    All are small integers, which bf16 holds.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+    key = gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))[:, None]
+    column = gl.arange(0, _SLOPE_COLUMNS, gl.SliceLayout(0, layout))[None, :]
+    smem_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, _SLOPE_COLUMNS], gl.bfloat16)
+    places = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_N, _SLOPE_COLUMNS], smem_layout)
+    places.store(gl.where(column < _SLOPE_PARTS, key, 0).to(gl.float32).to(gl.bfloat16))
+    return places
 
 
 @aggregate
@@ -43,6 +72,7 @@ class Args:
     o_bufs: gl.shared_memory_descriptor  # one a warpgroup, on the way to memory; all of the columns, or half
     k_ring: Ring
     v_ring: Ring
+    places: gl.shared_memory_descriptor  # with SLOPE_PRODUCT: of the keys within a tile, see ``slope_operand``
     batch: gl.tensor
     heads: gl.tensor
     seqlen_q: gl.tensor
@@ -52,7 +82,7 @@ class Args:
     dealt: gl.tensor  # heads whose row tiles are dealt out in rounds of their own
     window_left: gl.tensor
     window_right: gl.tensor
-    scale_log2: gl.tensor  # softmax_scale * log2(e), positive; with a softcap softcap * log2(e); with ALiBi 1
+    scale_log2: gl.tensor  # softmax_scale * log2(e), positive; with a softcap softcap * log2(e); see ``_scales``
     inner_scale: gl.tensor  # with a softcap softmax_scale / softcap; with ALiBi softmax_scale * log2(e)
     alibi_ptr: gl.tensor
     alibi_stride: gl.tensor  # of the slopes along B
@@ -66,6 +96,7 @@ class Args:
     HAS_SOFTCAP: gl.constexpr
     HAS_ALIBI: gl.constexpr
     SEES_AHEAD: gl.constexpr  # with ALiBi: whether rows see keys behind their own position
+    SLOPE_PRODUCT: gl.constexpr  # with ALiBi: a matrix product gives each score its part of slope * key
     BOUND_LEFT: gl.constexpr
     BOUND_RIGHT: gl.constexpr
     PING_PONG: gl.constexpr  # the warpgroups take turns at issuing products
