@@ -78,6 +78,7 @@ def test_kernels_compile(name, tmp_path):
 @pytest.mark.parametrize("name", all_but(["d128-alibi", "d256-alibi-packed"], "d128-alibi"))
 def test_kernels_compile_with_slopes_by_a_product(name, tmp_path):
     plan = forced(make_problem(**COMPILED[name]))
+    assert isinstance(plan.config, HopperConfig)
     check_compiled(dataclasses.replace(plan, config=dataclasses.replace(plan.config, slope_product=True)), tmp_path)
 
 
