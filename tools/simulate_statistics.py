@@ -15,6 +15,7 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import fdtri
+from scipy.stats import binomtest
 
 from flashmoe_science.proof.compare.change_points import change_points
 from flashmoe_science.proof.judge.familywise import comparison_intervals
@@ -24,7 +25,6 @@ from flashmoe_science.proof.judge.statistics import (
     family_intervals,
     hodges_lehmann,
     interval,
-    proportion_interval,
     suite_interval,
 )
 from flashmoe_science.proof.records.documents import read_record
@@ -212,7 +212,7 @@ def comparisons(rng: np.random.Generator, runs: int, *, processes: int = 3) -> N
             for offset in OFFSETS:
                 drawn = (_draw_cases(rng, cases, offset, common=common, processes=processes) for _ in range(few))
                 wrong = [any(not i.contains(0.0) for i in comparison_intervals(sample)) for sample in drawn]
-                bound = proportion_interval(sum(wrong), few, 0.9).high  # one-sided, at 95 %
+                bound = binomtest(sum(wrong), few).proportion_ci(0.9).high  # one-sided, at 95 %
                 cells.append(f"{share(wrong)} (up to {100 * bound:.1f} %)")
             print_row(cases, *cells)
 
@@ -270,7 +270,7 @@ def _wrong(
     for _ in range(runs):
         sample = _draw_cases(rng, cases, offset, common=True, loads=None if loads is None else loads())
         wrong.append(any(not i.contains(0.0) for i in intervals(sample)))
-    return f"{share(wrong)} (up to {100 * proportion_interval(sum(wrong), runs, 0.9).high:.1f} %)"
+    return f"{share(wrong)} (up to {100 * binomtest(sum(wrong), runs).proportion_ci(0.9).high:.1f} %)"
 
 
 def _draw_cases(

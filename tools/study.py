@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict, Field
+from scipy.stats import binomtest
 
 from flashmoe_science.errors import FlashmoeError, InputError, ProofError, TooFewRoundsError
 from flashmoe_science.proof.compare.compare import Effect, compare_revisions
@@ -34,7 +35,7 @@ from flashmoe_science.proof.gates.speed import pool_rounds
 from flashmoe_science.proof.judge.familywise import comparison_intervals
 from flashmoe_science.proof.judge.judge import paired_log_ratios
 from flashmoe_science.proof.judge.rows import kinds_measured
-from flashmoe_science.proof.judge.statistics import Interval, hodges_lehmann, log_ratios, proportion_interval
+from flashmoe_science.proof.judge.statistics import hodges_lehmann, log_ratios
 from flashmoe_science.proof.measure.environment import describe_apart
 from flashmoe_science.proof.processes import TaskResult
 from flashmoe_science.proof.records.documents import read_record, read_text, record_path, write_document
@@ -113,7 +114,7 @@ class Tally:
         self.unsound = len(trials) - len(found)
         self.sound = len(found)
         self.counted = sum(effect in counted for effect in found)  # wrong verdicts, or work that was seen
-        self.share = proportion_interval(self.counted, self.sound) if self.sound else None
+        self.share = binomtest(self.counted, self.sound) if self.sound else None
         sampled = [trial.rounds.seconds["graph"] for trial in trials if trial.rounds]
         logs = [value for columns in sampled for value in log_ratios(columns[B], columns[A])]
         tens = [statistics.fmean(logs[i : i + 10]) for i in range(0, len(logs), 10)]
@@ -124,12 +125,15 @@ class Tally:
         """Return whether the share is as required."""
         if self.share is None:
             return False
-        return self.share.estimate >= SEEN[self.planted] if self.planted else self.share.estimate <= WRONG
+        return bool(self.share.statistic >= SEEN[self.planted] if self.planted else self.share.statistic <= WRONG)
 
     def line(self) -> str:
         """Return the result in one line."""
         what = f"{self.planted:.0%} more work was seen" if self.planted else "equal kernels: a wrong verdict"
-        share = f"{self.share.estimate:.1%} [{self.share.low:.1%}, {self.share.high:.1%}]" if self.share else "none"
+        share = "none"
+        if self.share is not None:
+            between = self.share.proportion_ci()
+            share = f"{self.share.statistic:.1%} [{between.low:.1%}, {between.high:.1%}]"
         required = f"at least {SEEN[self.planted]:.0%}" if self.planted else f"at most {WRONG:.0%}"
         measured = "" if self.slowdown is None else f", measured slowdown {self.slowdown:+.2%}"
         verdict = "holds" if self.holds else "does not hold"
@@ -323,7 +327,7 @@ def measure_here(payload: dict[str, Any], operator: Any, loaded: Any, timer: Any
         emit({"event": "case", "case": measure_case(case, arms, plan, timer, on_round=lambda *_: None)})
 
 
-def wrong_over_suites(records: Iterable[Record]) -> tuple[int, int, Interval | None]:
+def wrong_over_suites(records: Iterable[Record]) -> tuple[int, int, Any]:
     """Return in how many comparisons of a baseline with its copy over a suite a verdict is wrong, and of how many."""
     wrong = total = 0
     for record in records:
@@ -344,7 +348,7 @@ def wrong_over_suites(records: Iterable[Record]) -> tuple[int, int, Interval | N
                 continue
             total += 1
             wrong += any(not interval.contains(0.0) for interval in intervals)
-    return wrong, total, proportion_interval(wrong, total) if total else None
+    return wrong, total, binomtest(wrong, total).proportion_ci() if total else None
 
 
 def new_study(subject: Subject, suite: str, case: SuiteCase, environment: Environment, **settings: Any) -> Study:

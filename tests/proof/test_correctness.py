@@ -26,6 +26,7 @@ from flashmoe_science.proof.measure.correctness import (
     check_case,
     poison_free_memory,
     poisoned_blocks,
+    require_random,
 )
 from flashmoe_science.proof.records.evidence import OutputAccuracy
 from flashmoe_science.proof.subject.loading import load_operator
@@ -389,3 +390,11 @@ def test_a_replay_of_a_graph_is_judged_with_other_values(monkeypatch):
     with pytest.raises(WrongResultError, match="a replay of its CUDA graph: NaN in"):
         replay(lambda out: out * math.nan)
     assert all(graph.released for graph in made)
+
+
+def test_an_input_of_one_element_is_no_constant():
+    """A scale beside drawn integers says nothing of whether inputs are random."""
+    first, second = ({"x": torch.arange(16) + seed, "scale": torch.ones(1)} for seed in range(2))
+    require_random(OPERATOR, first, second)
+    with pytest.raises(ProofError, match="inputs must be random"):
+        require_random(OPERATOR, {**first, "scale": torch.ones(2)}, second | {"scale": torch.ones(2)})

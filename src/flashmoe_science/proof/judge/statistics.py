@@ -16,7 +16,7 @@ from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import betaincinv, ndtri, stdtrit
+from scipy.special import ndtri, stdtrit
 
 from ...errors import InputError, TooFewRoundsError
 
@@ -187,16 +187,6 @@ def suite_interval(
         process_low, process_high = _student(centres.mean(axis=0), confidence)
         low, high = min(low, process_low), max(high, process_high)
     return Interval(estimate, low, high, n_cases, confidence)
-
-
-def proportion_interval(found: int, n: int, confidence: float = 0.95) -> Interval:
-    """Return the share ``found / n`` with the exact interval of Clopper and Pearson, for independent trials."""
-    if not 0 <= found <= n or n == 0:
-        raise InputError(f"found must be from 0 to n, and n at least 1, got {found} of {n}")
-    tail = (1 - confidence) / 2
-    low = float(betaincinv(found, n - found + 1, tail)) if found else 0.0
-    high = float(betaincinv(found + 1, n - found, 1 - tail)) if found < n else 1.0
-    return Interval(found / n, low, high, n, confidence)
 
 
 def smallest_effect(values: Values, confidence: float = 0.95, power: float = 0.8) -> float:
