@@ -33,6 +33,11 @@ _PACKED_HEADS_PER_GROUP = 2
 # speed of the other rule.
 _SHORT = 2048
 _WHOLE_GROUPS_IN_TURNS = 4
+# Programs drift apart on long walks. With eight heads in turns, what they read then leaves L2. Causal, D 128, 32 heads
+# on 8, on an H100, TFLOP/s at 64k and 128k keys: 563 and 374; four heads in turns 597 and 590, two 554 and 596
+# (lab/hopper/backward/18_long_sequences_h100.txt).
+_LONG = 32768
+_LONG_HEADS_PER_GROUP = 4
 _SERVED = ("a sliding window", "a softcap", "ALiBi", "attention sinks", "packed sequences")  # sinks are part of the LSE
 _MAX = 2**29  # positions: a sum of two of them, rounded up, stays in 32 bits
 _MAX_QUERY_TILES = 2**22  # rows of what is kept of them, 512 each at the most, are counted in 32 bits
@@ -130,6 +135,8 @@ def _with_heads_together(problem: BackwardProblem, config: HopperBackwardConfig,
         whole = next(heads for heads in range(_MOST_PACKED_TOGETHER, 0, -1) if p.group % heads == 0)
         in_turns = _PACKED_HEADS_PER_GROUP if columns == _NARROW else config.heads_per_group
         return replace(config, heads_together=whole, heads_per_group=in_turns)
+    if columns == _NARROW and p.seqlen_k > _LONG:
+        config = replace(config, heads_per_group=_LONG_HEADS_PER_GROUP)
     # With few queries and many keys, all walks are about equally long.
     if p.seqlen_k > min(_LONGEST_TOGETHER, 2 * p.seqlen_q):
         return config

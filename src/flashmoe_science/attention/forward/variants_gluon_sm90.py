@@ -218,12 +218,6 @@ def _clean_values(a, i, keys):
 
 
 @gluon.jit
-def _more_columns(slope, a):
-    """Return a slope, and places of keys, as operands like Q and K; None where there is no such product."""
-    return (slope[1], a.places) if a.SLOPE_PRODUCT else None
-
-
-@gluon.jit
 def _below(m, slope, position, key, a):
     """Return the maximum below the part of ALiBi that is common to a tile, where a product gives the rest."""
     if a.SLOPE_PRODUCT:
@@ -243,7 +237,11 @@ def _raised(m, before, after, slope, position, key, a):
 def _first_step(q, m, l, zero, a, i, n, slope, position, key):
     """Scores of tile i, the last in the range, and their exponentials."""
     k = a.k_ring.wait(slot_of(i, a.STAGES), lap_of(i, a.STAGES))
-    s = warpgroup_mma_wait(0, deps=[issue_scores(q, k, zero, a.D1, _more_columns(slope, a))])
+    if a.SLOPE_PRODUCT:
+        s = issue_scores(q, k, zero, a.D1, (slope[1], a.places))
+    else:
+        s = issue_scores(q, k, zero, a.D1)
+    s = warpgroup_mma_wait(0, deps=[s])
     a.k_ring.release(slot_of(i, a.STAGES))
     if a.HAS_SOFTCAP:
         s = _cap(s, a)
@@ -259,7 +257,10 @@ def _first_step(q, m, l, zero, a, i, n, slope, position, key):
 @gluon.jit
 def _step(q, acc, more, packed, m, l, zero, a, i, n, slope, position, key, W: gl.constexpr, IS_EDGE: gl.constexpr):
     """Scores of tile i and the output product of tile i - 1, then the exponentials of the scores."""
-    s, acc, more = multiply(q, acc, more, packed, zero, a, i, W, IS_EDGE, _more_columns(slope, a))
+    if a.SLOPE_PRODUCT:
+        s, acc, more = multiply(q, acc, more, packed, zero, a, i, W, IS_EDGE, (slope[1], a.places))
+    else:
+        s, acc, more = multiply(q, acc, more, packed, zero, a, i, W, IS_EDGE)
     if a.HAS_SOFTCAP:
         s = _cap(s, a)
     if a.HAS_ALIBI and not a.SLOPE_PRODUCT:
