@@ -183,7 +183,7 @@ def of_expert_gradients() -> Arguments:
     columns = torch.einsum(
         "pk,pnk->pn", given["x"].float().repeat_interleave(2, 0), given["w_gate_up"].float()[experts]
     )
-    product = (columns + given["bias_gate_up"].float()[experts]).half()
+    product = (columns + given["bias_gate_up"].float()[experts]).half()[experts.sort(stable=True).indices]
     return {"do": half(5, 8), "product": product, **{name: given[name] for name in kept}}
 
 

@@ -296,6 +296,17 @@ def test_a_contradiction_on_one_rank_is_found(check, change, said):
     assert said in "".join(faults(change, check))
 
 
+def test_an_arm_that_was_refused_has_launches_of_no_rank():
+    def refuse(record):
+        case = record.cases[0]
+        more = case.arms[-1].model_copy(
+            update={"name": "other", "status": "refused", "launches": [], "rank_launches": [[]]}
+        )
+        return record.model_copy(update={"cases": [case.model_copy(update={"arms": [*case.arms, more]})]})
+
+    assert not faults(refuse, "ranks")
+
+
 def test_a_record_of_one_rank_says_nothing_of_ranks():
     text = record_text(build_record())
     assert not re.search('"(ranks|rank_launches)"', text)

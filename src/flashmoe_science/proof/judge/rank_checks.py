@@ -40,8 +40,9 @@ def ranks_fault(record: Record) -> str:
     for case in record.cases:
         for arm in case.arms:
             others = max(count - 1, 0) if arm.launches else 0
-            if len(arm.rank_launches) != others:
-                said = f"has launches of {len(arm.rank_launches) + bool(arm.launches)} of {max(count, 1)} ranks"
+            told = sum(map(bool, arm.rank_launches))  # a refused arm has none, on any rank
+            if told != others:
+                said = f"has launches of {told + bool(arm.launches)} of {max(count, 1)} ranks"
                 return f"case {case.name}: {arm.name} {said}"
         for rounds in case.rounds:
             if len(rounds.ranks) != count:
