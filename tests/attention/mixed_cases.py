@@ -48,7 +48,7 @@ MIXED_CASES = [
     Mixed(_BATCH),
     Mixed(_BATCH, num_splits=3),
     Mixed(_BATCH, batch_invariant=True),
-    Mixed(_V((1,) * 4, (300, 1, 64, 0), 3, 1, 40, 24, "fp16", True, page_size=7, tail=3, why="tokens", spare=9)),
+    Mixed(_V((1,) * 4, (300, 1, 64, 0), 3, 1, 48, 32, "fp16", True, page_size=7, tail=3, why="tokens", spare=9)),
     Mixed(_V((4,) * 3, (120, 20, 3), 4, 1, 32, 32, "fp16", True, page_size=16, sinks="fp16", why="speculative")),
     Mixed(_V((40,), (300,), 3, 1, 16, 16, "fp16", True, page_size=64, why="one-chunk", softcap=3.0)),
     Mixed(_V((30, 1, 3), (90, 70, 40), 3, 1, 16, 32, "fp16", False, window=(40, 7), page_size=1, why="both-bounds")),

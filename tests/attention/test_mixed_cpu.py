@@ -199,6 +199,16 @@ def test_auto_asks_for_it_where_splits_are_asked_for():
         ({"page_size": 0, "num_splits": 2}, "num_splits and batch_invariant need mixed_triton: it serves packed"),
         ({"dtype": "fp32", "batch_invariant": True}, "need mixed_triton: it serves fp16 and bf16, got fp32"),
         ({"bias": "fp32", "num_splits": 2}, "need mixed_triton: it does not serve a bias"),
+        (
+            {
+                "head_dim": 40,
+                "head_dim_v": 24,
+                "k_strides": (5120, 40, 320, 1),
+                "v_strides": (3072, 24, 192, 1),
+                "num_splits": 2,
+            },
+            "need mixed_triton: it serves head sizes that are multiples of 16, got 40 and 24",
+        ),
     ],
 )
 def test_splits_that_nobody_serves_are_refused(changes, message):
@@ -214,9 +224,9 @@ def test_other_kernels_refuse_splits():
 
 def call(**changes: Any) -> dict[str, Any]:
     usual = {
-        "q": torch.randn(9, 4, 8).half(),
-        "k": torch.randn(6, 4, 2, 8).half(),
-        "v": torch.randn(6, 4, 2, 8).half(),
+        "q": torch.randn(9, 4, 16).half(),
+        "k": torch.randn(6, 4, 2, 16).half(),
+        "v": torch.randn(6, 4, 2, 16).half(),
         "cu_seqlens_q": torch.tensor([0, 4, 9], dtype=torch.int32),
         "cu_seqlens_k": torch.tensor([0, 5, 12], dtype=torch.int32),
         "max_seqlen_q": 5,
