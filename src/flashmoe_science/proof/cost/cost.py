@@ -33,6 +33,7 @@ _MODEL: dict[GateName, tuple[float, float, float, float, float, float]] = {
 }
 _QUICK_ROUNDS = 5
 _WALL_ONLY = 1 / 3  # of setting up and of a round, where only wall time is taken
+_OVER_RANKS = 5.0  # times as long: they meet at each step, load more libraries, and share larger problems
 _HISTORY = 10  # runs at most: the code changes, and old ones say little
 # Problems that differ in these alone are of one kind: a library compiles and chooses once for all of them.
 _LENGTHS = frozenset(("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "lengths", "lengths_k", "tokens"))
@@ -54,6 +55,7 @@ class RunSize:
     kinds: int = 1  # of problems
     tflop: float = 0.0  # of one call of every case together
     wall_only: bool = False  # no profiler runs and no graph is captured
+    over_ranks: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ def size_of(record: Record) -> RunSize:
     return RunSize(
         len(served), arms, settings.rounds, workers, len(served) * workers,
         kinds=len(kinds), tflop=tflop, wall_only=list(settings.times) == ["wall"],
+        over_ranks=record.environment.ranks is not None,
     )  # fmt: skip
 
 
@@ -156,7 +159,8 @@ def model_seconds(gate: GateName, size: RunSize) -> float:
     beyond = max(0.0, size.tflop / size.cases - 1)  # one TFLOP a case is in the figures of a case
     cell = arms * share * (case + rounds * case_round) + beyond * (tflop + arms * rounds * tflop_round)
     workers, cells = (size.workers, size.cells) if gate == "bench" else (1, size.cases)
-    return workers * (start + min(size.kinds, size.cases) * arms * kind) + cells * cell
+    seconds = workers * (start + min(size.kinds, size.cases) * arms * kind) + cells * cell
+    return seconds * (_OVER_RANKS if size.over_ranks else 1.0)
 
 
 def estimate(size: RunSize, history: Sequence[PastRun]) -> Estimate:
