@@ -121,7 +121,7 @@ def test_the_kernel_for_hopper_compiles(problem):
     found = read_resources(kernel.source, 90)
     assert found.shared_memory_bytes <= SPECS["H200"].shared_memory_per_block_bytes
     assert found.spill_bytes <= 8
-    # Of each warpgroup 32 for scores, three times, and 4 for the output, as often.
+    # Both warpgroups compile three steps. A step has 32 products for its scores and 4 for its output.
     assert sum(count for name, count in found.instructions.items() if "GMMA" in name) == 2 * 3 * 36
     compiled = compile_kernel(kernel.source, 90)
     assert read_code(compiled, kernel.source.name, 90).count(("LDL", "STL"), in_loops=True) <= 8

@@ -22,8 +22,6 @@ from torch import Tensor
 
 WIDE = 2.0**-24  # unit roundoff of fp32, in which kernels sum
 SIGMAS = 6.0
-# The smallest error whose square is a normal number of fp32, in which variances are: a right kernel gives 0 for 1e-51.
-_LEAST = 2.0**-63
 FIRST_SUMS = 4  # roundings of fp32 that a sum has besides those of its terms: exponential, maximum, sum, quotient
 
 
@@ -103,10 +101,9 @@ class Estimate:
         lie above the expected one.
         """
         deviation = self.variance.sqrt()
-        largest = torch.minimum(self.bound, SIGMAS * deviation) + self.wide + _LEAST
+        largest = torch.minimum(self.bound, SIGMAS * deviation) + self.wide
         freedom = torch.as_tensor(independent, device=largest.device).clamp(1, max(1, largest.shape[-1]))
-        rms = root_mean_square(deviation) * (1 + SIGMAS / (2 * freedom).sqrt())
-        rms = rms + root_mean_square(self.wide) + _LEAST
+        rms = root_mean_square(deviation) * (1 + SIGMAS / (2 * freedom).sqrt()) + root_mean_square(self.wide)
         return Scale(largest, torch.minimum(rms, root_mean_square(largest)))
 
 

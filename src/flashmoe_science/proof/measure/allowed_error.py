@@ -20,6 +20,8 @@ _ELEMENTS_AT_ONCE = 2**27  # 1 GiB in fp64
 _FEW_ELEMENTS = 1024
 _LONG_ROW = 32
 _LEAST_DRAWS, _MOST_DRAWS, _ELEMENTS_OF_DRAWS = 3, 16, 1 << 22
+# Scales are worked out in fp32: of this error the square is a normal number. A right kernel gives 0 for 1e-51.
+_LEAST_ERROR = 2.0**-63
 _SPREAD_OF_FEW = 3.0  # by how much the mean square of n elements may be above its own mean, times sqrt(n)
 _SMALL_PART = 256  # of the budget of a whole output: what a row may be off that the framework has right by chance
 
@@ -182,7 +184,15 @@ def _scales_of(
             raise ProofError(f"error_scale of {operator.name} must have the output's shape {expected}, got {shape}")
         if not bool(torch.isfinite(scale.largest).all()):
             raise ProofError(f"error_scale of {operator.name} must be finite")
-    return scales
+    return tuple(_with_least(*pair) for pair in zip(scales, exact, strict=True))
+
+
+def _with_least(scale: Allowed, exact: torch.Tensor) -> Allowed:
+    """Allow the least error in elements that are not 0. Where nothing adds to an element, it has to be 0."""
+    if not exact.numel():
+        return scale
+    least = _LEAST_ERROR * (exact != 0)
+    return Allowed(scale.largest + least, None if scale.rms is None else scale.rms + least.amax(-1, keepdim=True))
 
 
 def _expect_by_scale(operator: Operator, name: str, draw: _Draw, index: int, scale: Allowed) -> Expected:
