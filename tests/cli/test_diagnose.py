@@ -10,7 +10,6 @@ import pytest
 from flashmoe_science.proof.diagnose.gather import CannotObserveError
 from flashmoe_science.proof.diagnose.observations import Diagnosis, TimedBaseline, Times
 from flashmoe_science.proof.records.evidence import Gate, GateStatus
-from flashmoe_science.proof.records.store import Store
 
 from ..proof.builders import H200
 from ..proof.chain import environment_with
@@ -50,10 +49,6 @@ def test_the_causes_come_before_the_hypotheses(diagnose_with):
     lines = out.splitlines()
     assert (code, err) == (0, "launches of 8 calls\n")
     assert lines[0] == "diagnosing flash_attention: b8_h4_s128_d64_fp16"
-    assert lines[1].startswith("cost: about $")
-    assert lines[1].endswith("an hour), by a rough model")
-    assert lines[-1].startswith("cost: $")
-    del lines[1], lines[-2:]
     assert lines[2] == "made up on H200: 571.2 us a call, 566.2 us of it the GPU's; sdpa 15.00 us, 9.000 us"
     assert lines[3] == "  attend_kernel: grid 8x1x1, 384 threads, 78 registers, 40.0 KiB shared memory, 566.2 us"
     assert lines[5] == "Causes, by the part of a call that each is shown to explain:"
@@ -102,7 +97,7 @@ def test_a_kernel_that_cannot_be_built_fails_its_gate(diagnose_with):
     gate = gate.model_copy(update={"details": ["error: no such header"]})
     code, out, _ = diagnose_with(CannotObserveError(gate))
     assert code == 3
-    assert out.splitlines()[-5:-2] == [
+    assert out.splitlines()[-3:] == [
         "gate failed   build: the build command exited with status 1",
         "  error: no such header",
         "hint: mend it",
@@ -150,20 +145,3 @@ def test_diagnose_suggests_the_nearest_name(run, args, error, hint):
     assert (code, out) == (2, "")
     assert error in err
     assert hint in err
-
-
-def test_what_a_diagnosis_held_a_gpu_for_is_booked_and_in_the_document(diagnose_with, run):
-    document = json.loads(diagnose_with([serial_story()], "--json")[1])
-    (row,) = Store().ledger()
-    assert (row.gate, row.subject, row.gpu) == ("diagnose", "flash_attention", H200.name)
-    assert row.gpu_seconds == document["cost"]["gpu_seconds"] > 0
-    assert document["cost"]["estimate"]["gpu_seconds"] > 10
-    assert any(line.startswith("diagnose ") for line in run("cost")[1].splitlines())
-
-
-def test_a_budget_that_is_too_small_is_said_before_anything_is_observed(diagnose_with, wishes):
-    code, out, _ = diagnose_with([serial_story()], "--budget", "0.001")
-    assert (code, wishes) == (4, [])
-    assert out.splitlines()[-1].startswith("not diagnosed: the budget of $0.001 would be exceeded: $0.00 are spent")
-    assert Store().ledger() == []
-    assert diagnose_with([serial_story()], "--budget", "5")[0] == 0

@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Sequence
-from dataclasses import replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..errors import EvidenceError
-from ..proof.cost.cost import Bill, Budget, Estimate, load_rates, rate_for
 from ..proof.diagnose import gather
-from ..proof.diagnose.gather import Request, choose_cases, expected_seconds, observes_here
+from ..proof.diagnose.gather import Request, choose_cases
 from ..proof.diagnose.observations import Diagnosis
 from ..proof.diagnose.report import case_lines, failed_lines
 from ..proof.measure.environment import describe_apart
-from ..proof.records.ledger import Entry
-from ..proof.records.store import Store, find_repository
 from ..proof.subject.loading import load_subject, operator_of
 from ..proof.subject.subject import Subject
 from ..proof.subject.suites import Suite, SuiteCase, list_suites, load_suite, suite_beside
 from .exit_codes import GATE_FAILED, HOLDS, INCONCLUSIVE
 from .names import check_name, gpu_named
-from .options import Json, StoreName, argument, flag, option, split
-from .run_shared import as_typed, check_budget
+from .options import Json, argument, flag, option, split
+from .run_shared import as_typed
 from .terminal import Terminal, as_plain, write_file
 
 DEFAULT_SUITE = "seed"
-_GATE = "diagnose"  # in the ledger
 
 
 def diagnose(
@@ -51,12 +42,8 @@ def diagnose(
     counters: Annotated[
         bool, flag("--counters/--no-counters", "Use Nsight Compute, where it may read counters.")
     ] = True,
-    seed: Annotated[int | None, option("", "N", "Seed of the inputs.", min=0, show_default="random")] = None,
+    seed: Annotated[int, option("", "N", "Seed of the inputs.", min=0)] = 0,
     output: Annotated[Path | None, option("--output -o", "FILE", "Also write the diagnosis to FILE, as JSON.")] = None,
-    budget: Annotated[
-        float | None, option("--budget", "DOLLARS", "Do not begin if the estimate exceeds it.", min=0)
-    ] = None,
-    store: StoreName = None,
     as_json: Json = False,
 ) -> None:
     """Test every hypothesis of why a kernel is slow: confirmed, ruled out or undecided, with the numbers.
@@ -94,47 +81,16 @@ def diagnose(
         terminal.log.print(line, style="dim", soft_wrap=True)
 
     terminal.say(f"diagnosing {request.subject.name}: {', '.join(case.name for case in request.cases)}")
-    environment = describe_apart()
-    bill = None
-    if environment.gpu is not None and observes_here(request, environment):
-        rate = rate_for(load_rates(find_repository()), environment.gpu.name, check_budget(budget))
-        expected = Estimate({_GATE: expected_seconds(request)}, "a rough model")
-        bill = Bill(environment.gpu.name, rate, expected)
-        terminal.say(bill.announcement())
-        held = Budget(budget, rate, expected) if budget is not None and rate is not None else None
-        if held is not None and (reason := held.refusal(_GATE, 0.0)):
-            terminal.show(f"not diagnosed: {reason}")
-            terminal.document({"diagnosis": None, "cost": bill.as_plain(), "exit_code": INCONCLUSIVE})
-            raise typer.Exit(INCONCLUSIVE)
-    began = time.monotonic()
-    try:
-        diagnosis = gather.diagnose(request, environment, say=say)
-    finally:  # an interrupted diagnosis is paid for too
-        if bill is not None:
-            bill = replace(bill, spent_seconds=time.monotonic() - began)
-            _book(bill, request, suite or "", Store(store), terminal)
+    diagnosis = gather.diagnose(request, describe_apart(), say=say)
     if output is not None:
         write_file(output, diagnosis.model_dump_json(indent=1) + "\n")
     if diagnosis.failed is not None:
         terminal.show("", failed_lines(diagnosis))
     for found in diagnosis.cases:
         terminal.show("", case_lines(found))
-    if bill is not None:
-        terminal.show("", bill.receipt())
     code = exit_code(diagnosis)
-    terminal.document({"diagnosis": as_plain(diagnosis), "cost": bill and bill.as_plain(), "exit_code": code})
+    terminal.document({"diagnosis": as_plain(diagnosis), "exit_code": code})
     raise typer.Exit(code)
-
-
-def _book(bill: Bill, request: Request, suite: str, store: Store, terminal: Terminal) -> None:
-    """Book what a diagnosis took. A store that fails costs a warning, not the result."""
-    now, name = datetime.now(timezone.utc), request.subject.name
-    run = f"{now:%Y%m%dT%H%M%SZ}-diagnose-{name}-{secrets.token_hex(3)}"
-    about = (now.isoformat(timespec="seconds"), run, _GATE, name, suite, bill.gpu)
-    try:
-        store.book(Entry(*about, bill.spent_seconds or 0.0, bill.dollars_per_hour))
-    except EvidenceError as error:
-        terminal.warn_of(error)
 
 
 def exit_code(diagnosis: Diagnosis) -> int:

@@ -70,7 +70,6 @@ def test_a_gpu_that_the_profiler_found_at_a_higher_clock_makes_no_host_slow():
     """A long call under a power limit: the kernels of a few calls alone take a fifth less than those of full blocks."""
     found = finding(observe(times=Times(kernel=0.8e-3, graph=0.995e-3, wall=1e-3)), "launch-bound")
     assert found.status is RULED_OUT
-    assert found.numbers["host_share"] == pytest.approx(0.005)
 
 
 def copies(*gains, blocks=8, base=500e-6):
@@ -321,11 +320,7 @@ def test_the_story_is_a_serial_loop_and_a_small_grid():
     observations = serial_story()
     grid, loop = finding(observations, "grid too small"), finding(observations, "serial loop")
     assert (grid.status, loop.status) == (CONFIRMED, CONFIRMED)
-    assert (grid.numbers["blocks"], grid.numbers["sms"]) == (8, 132)
-    assert grid.numbers["gain"] == pytest.approx(16)
-    assert loop.numbers["grows_share"] == pytest.approx(0.99, abs=0.01)
     assert grid.share == pytest.approx(0.93, abs=0.01)
     assert 14 < (grid.most or 0) < 16.5
-    assert loop.numbers["room"] == pytest.approx(2 * 132 / 8)  # an SM holds two blocks of 384 threads
     others = ("launch-bound", "wave tail", "threads idle", "bound by memory bandwidth", "bound by arithmetic")
     assert [finding(observations, other).status for other in others] == [RULED_OUT] * 5

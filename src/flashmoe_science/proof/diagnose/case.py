@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from .experiments import fewest_seconds, main_kernel
@@ -21,7 +21,6 @@ class Case:
     name: str
     experiment: str
     seen: Observations
-    numbers: dict[str, float] = field(default_factory=dict)
 
     def confirmed(
         self,
@@ -66,15 +65,7 @@ class Case:
         return self._finding(Status.CANNOT_TELL, explanation)
 
     def _finding(self, status: Status, explanation: str, **more: Any) -> Finding:
-        numbers = {name: float(value) for name, value in self.numbers.items()}
-        return Finding(
-            hypothesis=self.name,
-            status=status,
-            explanation=explanation,
-            experiment=self.experiment,
-            numbers=numbers,
-            **more,
-        )
+        return Finding(hypothesis=self.name, status=status, explanation=explanation, experiment=self.experiment, **more)
 
     def need(self, what: str, *names: str) -> CannotTellError:
         """Return the error that ``what`` is needed; ``names`` of what is missing say why it is not there."""

@@ -138,28 +138,10 @@ def attach(kernels: Sequence[Kernel], rows: Sequence[Row]) -> tuple[list[Kernel]
 
 
 def _is_of(kernel: Kernel, row: Row) -> bool:
-    """Return whether a launch is one of ``kernel``: by its name, and where grid and block are told, by these too.
-
-    A user's settings of ncu can shorten names: of one that is short, the last part has to be the same.
-    """
-    for told, known in ((row.grid, kernel.grid), (row.block, kernel.block)):
-        if told and known is not None and told != tuple(known):
-            return False
-    if match_names(kernel.name, row.name):
-        return True
-    return bool(row.grid) and last_part(kernel.name) == last_part(row.name)
-
-
-def last_part(name: str) -> str:
-    """Return a function's own name: without return type, namespaces, the template's arguments and parameters."""
-    depth, kept = 0, ""
-    for letter in name.replace("(anonymous namespace)::", "").replace("<unnamed>::", ""):
-        if letter == "(" and depth == 0:
-            break
-        depth += {"<": 1, ">": -1}.get(letter, 0)
-        if depth == 0 and letter != ">":
-            kept += letter
-    return kept.split()[-1].rpartition("::")[2] if kept.split() else name
+    """Return whether a launch is one of ``kernel``: by its name, grid and block, as far as these are known."""
+    told = ((row.grid, kernel.grid), (row.block, kernel.block))
+    same = all(not here or known is None or here == tuple(known) for here, known in told)
+    return same and match_names(kernel.name, row.name)
 
 
 def _why_none(text: str, result: TaskResult) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -133,12 +134,9 @@ def growth(observations: Observations, *, blocks: int, sms: int) -> Growth | Non
 
 
 def _line_share(factors: Sequence[float], seconds: Sequence[float]) -> float:
-    """Return which part of the time at factor 1 the slope of the line is, from 0 to 1."""
-    mean_x, mean_y = sum(factors) / len(factors), sum(seconds) / len(seconds)
-    spread = sum((x - mean_x) ** 2 for x in factors)
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(factors, seconds, strict=True)) / spread
-    at_one = mean_y + slope * (1 - mean_x)
-    return 1.0 if at_one <= 0 else min(1.0, max(0.0, slope / at_one))
+    """Return which part of the time at factor 1 the slope of the least-squares line is, from 0 to 1."""
+    slope, intercept = statistics.linear_regression(factors, seconds)
+    return 1.0 if slope + intercept <= 0 else min(1.0, max(0.0, slope / (slope + intercept)))
 
 
 @dataclass(frozen=True)

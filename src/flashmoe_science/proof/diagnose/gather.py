@@ -5,10 +5,9 @@ A missing observation has a reason, and the rest goes on.
 
 from __future__ import annotations
 
-import secrets
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ...errors import InputError, ProofError, SuiteError, page
@@ -48,10 +47,6 @@ _PARALLEL = (2, 4, 16)  # of the first parallel axis; of the others the middle o
 _LARGEST_BYTES, _MOST_FLOPS = 1 << 30, 4e13  # of a longer call: inputs in several sets, and the exact answer in fp64
 _LONGER = " with "
 
-# The rough model of the time, in seconds: processes of launches, of graph and wall time, and of kernel time, then the
-# counters.
-_PROCESSES, _START, _CALLS_OF_CASE, _CALL_OF_ARM, _COUNTERS_OF_CASE = 3, 4.0, 8, 0.4, 15.0
-
 _HERE = __package__ or ""
 _PROOF = _HERE.rpartition(".")[0]
 
@@ -69,7 +64,7 @@ class Request:
     baselines: Sequence[str]
     gpu: GpuSpec | None = None  # None: the one that is here
     counters: bool = True  # ask Nsight Compute, where it may read them
-    seed: int | None = None  # None: `diagnose` draws one
+    seed: int = 0
     command: str = ""
 
 
@@ -97,31 +92,15 @@ def choose_cases(suite: Suite, subject: Subject, names: Sequence[str]) -> list[S
     return [known[name] for name in names] or list(suite.cases)
 
 
-def observes_here(request: Request, environment: Environment) -> bool:
-    """Return whether the GPU of this machine is observed, or only what compiling tells."""
-    here = environment.gpu
-    return here is not None and (request.gpu is None or request.gpu == known_spec(here))
-
-
-def expected_seconds(request: Request) -> float:
-    """Return roughly how long observing holds a GPU: three processes, each with every case and its longer ones."""
-    calls = len(request.cases) * _CALLS_OF_CASE
-    arms = 1 + len(request.baselines) + bool(request.baselines)
-    counted = _COUNTERS_OF_CASE * len(request.cases) if request.counters else 0.0
-    return _PROCESSES * _START + calls * arms * _CALL_OF_ARM + counted
-
-
 def diagnose(request: Request, environment: Environment, *, say: Say) -> Diagnosis:
     """Observe and reason; ``say`` gets a line for each step. Raises ``InputError``: no GPU here, and none was named.
 
     ``failed`` of the diagnosis says where nothing could be observed because the subject cannot be built or imported.
     """
-    if request.seed is None:
-        request = replace(request, seed=secrets.randbits(31))
     result = Diagnosis(subject=request.subject.name, command=request.command, environment=environment)
     here = environment.gpu
     try:
-        if here is not None and observes_here(request, environment):
+        if here is not None and (request.gpu is None or request.gpu == known_spec(here)):
             if "cuda" not in request.subject.devices:
                 raise InputError(f"{request.subject.name} runs on the CPU only: there is no kernel to diagnose")
             _build(request.subject, here, say)

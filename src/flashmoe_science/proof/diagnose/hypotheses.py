@@ -90,7 +90,6 @@ def _launch_bound(case: Case) -> Finding:
         raise case.need("no times", "wall", "times")
     share = max(0.0, 1 - device / times.wall)
     launches = sum(kernel.count for kernel in case.seen.kernels)
-    case.numbers.update(wall_s=times.wall, device_s=device, host_share=share, launches=launches)
     said = (
         f"a call takes {format_seconds(times.wall)}, its kernels {format_seconds(device)}: "
         f"{percent(share)} is the host's, for {counted(launches, 'kernel')}"
@@ -101,7 +100,6 @@ def _launch_bound(case: Case) -> Finding:
         return case.cannot_tell(f"{said}, about as much as wall time varies")
     advice = "launch less often, or replay a CUDA graph"
     if times.graph is not None:
-        case.numbers["graph_s"] = times.graph
         advice += f" (measured: {format_seconds(times.graph)} a call, {times.wall / times.graph:.2f}x)"
     bound = "wall time over the kernels' time: the host costs nothing at all"
     found = {"part": "host", "share": share, "most": times.wall / device, "bound": bound}
@@ -110,9 +108,8 @@ def _launch_bound(case: Case) -> Finding:
 
 @hypothesis("grid too small", "the grid captured against the SMs; the time of several copies of the work")
 def _grid_too_small(case: Case) -> Finding:
-    chip, kernels, kernel, said = case.gridded()
+    chip, kernels, _, said = case.gridded()
     lost = sum(share_of_kernel(case.seen, each) * max(0.0, 1 - (each.blocks or 0) / chip.sms) for each in kernels)
-    case.numbers.update(blocks=kernel.blocks or 1, sms=chip.sms, idle_sm_share=lost)
     if lost < WORTH:
         return case.ruled_out(said)
     said += f": {lost:.0%} of the SMs' time is idle"
@@ -121,7 +118,6 @@ def _grid_too_small(case: Case) -> Finding:
     found = headroom(case.seen)
     if found is None:
         return case.cannot_tell(f"{said}; whether that costs time is not known: {no_runs(case.seen, 'parallel')}")
-    case.numbers.update(copies=found.run.factor, gain=found.gain)
     said += f"; {_copies(found.run, found.gain)}"
     share = min(lost, found.idle)
     if share < WORTH:
@@ -144,7 +140,6 @@ def _wave_tail(case: Case) -> Finding:
         if (each.blocks or 0) >= chip.sms
     )
     blocks, capacity = kernel.blocks or 1, capacity_of(chip, kernel)
-    case.numbers.update(blocks=blocks, capacity=capacity, waves=blocks / capacity, tail_share=lost)
     if blocks < chip.sms:
         return case.ruled_out(f"{said}: there is one round only, and not a full one (see grid too small)")
     said += f", which hold {capacity} at a time"
@@ -157,7 +152,6 @@ def _wave_tail(case: Case) -> Finding:
     if best is None:
         return case.cannot_tell(f"{said}; no call with a smaller tail was timed")
     run, predicted, gained = best
-    case.numbers.update(predicted_gain=predicted, gain=gained)
     said += f"; {_copies(run, gained)}, predicted {predicted:.2f} times"
     if gained - 1 <= (predicted - 1) / 4:
         return case.ruled_out(f"{said}: filling the last round gains nothing")
@@ -182,9 +176,7 @@ def _serial_loop(case: Case) -> Finding:
     grown = growth(case.seen, blocks=blocks, sms=chip.sms)
     if grown is None:
         return case.cannot_tell(f"no longer call with the same grid: {no_runs(case.seen, 'sequential')}")
-    case.numbers.update(grows_share=grown.share, blocks=blocks)
     steps = [*zip(grown.factors, grown.seconds, strict=True)]
-    case.numbers.update({f"{grown.axis}_x{factor}_s": seconds for factor, seconds in steps})
     ratios = ", ".join(f"{seconds / grown.seconds[0]:.2f} at x{factor}" for factor, seconds in steps[1:])
     said = (
         f"the time grows with {grown.meaning} ({ratios}) at {counted(blocks, 'block')}: "
@@ -198,13 +190,12 @@ def _serial_loop(case: Case) -> Finding:
     if found is None:
         why = no_runs(case.seen, "parallel")
         return case.cannot_tell(f"{said}; whether the GPU is full meanwhile is not known: {why}")
-    case.numbers.update(copies=found.run.factor, gain=found.gain)
     said += f"; {_copies(found.run, found.gain)}"
     if found.idle < IDLE_LOW:
         return case.ruled_out(f"{said}: longer calls have more work, and the GPU is full")
     if found.idle < IDLE_HIGH or grown.share < GROWS:
         return case.cannot_tell(said)
-    case.numbers["room"] = room = max(found.gain, capacity_of(chip, kernel) / blocks)
+    room = max(found.gain, capacity_of(chip, kernel) / blocks)
     return case.confirmed(
         f"{said}: each block runs a loop whose length decides the time",
         "split the loop over several blocks, with a merge of their partial results",
@@ -232,10 +223,8 @@ def _threads_idle(case: Case) -> Finding:
         raise case.need("no grid", "gpu", "launches")
     idle = 1 - kernel.threads / (-(-kernel.threads // WARP) * WARP)  # lanes of the last warp that have no thread
     issue, lanes = weighted(case.seen, ISSUE), weighted(case.seen, LANES)
-    case.numbers.update(threads=kernel.threads, warps_of_a_busy_sm=warps)
     said = f"{kernel.name} has {kernel.threads} threads a block, and a busy SM {counted(warps, 'warp')}"
     if issue is not None and lanes is not None:
-        case.numbers.update(issue_percent=issue, lanes=lanes)
         said += f"; counters: a scheduler issues in {issue:.0f} % of its cycles, for {lanes:.0f} of {WARP} threads"
     if lanes is not None and lanes < FEW_LANES:
         return case.at_the_rates(
@@ -265,11 +254,9 @@ def _no_tensor_cores(case: Case) -> Finding:
     if chip is not None and chip.flops_per_s <= chip.plain_flops_per_s:
         return case.ruled_out("for this type the tensor cores are not faster than the ordinary arithmetic units")
     if found := [f"{code.tensor_core} in {kernel.name}" for kernel, code in codes if code.tensor_core]:
-        case.numbers["tensor_core_instructions"] = sum(code.tensor_core for _, code in codes)
         return case.ruled_out(f"there are matrix instructions: {', '.join(found)}")
     case.need_all_codes()
     total = sum(code.instructions for _, code in codes)
-    case.numbers.update(tensor_core_instructions=0, instructions=total)
     said = f"none among the {counted(total, 'instruction')} of {_names(codes)}"
     memory = memory_load(case.seen)
     if memory is not None and memory.share >= FULL:
@@ -280,7 +267,6 @@ def _no_tensor_cores(case: Case) -> Finding:
     kernel = main_kernel(case.seen.kernels)
     used = min(1.0, ((kernel and kernel.blocks) or chip.sms) / chip.sms)
     plain, tensor = (case.seen.work.flops / (rate * used) for rate in (chip.plain_flops_per_s, chip.flops_per_s))
-    case.numbers.update(plain_s=plain, tensor_s=tensor)
     part = min(1.0, plain / device)
     return case.confirmed(
         f"{said}; without them the products take at least {percent(part)} of the time on the SMs in use",
@@ -297,7 +283,6 @@ def _local_memory(case: Case) -> Finding:
     looped = {kernel.name: code.local_in_loops for kernel, code in codes if code.local_in_loops}
     total = sum(code.local for _, code in codes)
     most_bytes = max((code.local_bytes for _, code in codes), default=0)
-    case.numbers.update(local_instructions=total, in_loops=sum(looped.values()), local_bytes=most_bytes)
     if looped:
         said = ", ".join(f"{count} in loops of {name}" for name, count in looped.items())
         said = f"loads and stores of local memory: {said}; {counted(most_bytes, 'byte')} a thread"
@@ -323,8 +308,6 @@ def _occupancy_capped(case: Case) -> Finding:
         raise case.need("no launch", "gpu", "launches")
     share = held.warps / held.most_warps
     limits = [name for name in held.limited_by if name in ("registers", "shared memory")]
-    case.numbers.update({f"blocks_by_{name.replace(' ', '_')}": blocks for name, blocks in held.limits.items()})
-    case.numbers.update(blocks_of_an_sm=held.blocks, warps=held.warps, occupancy=share)
     shared = kernel.shared_memory_bytes or 0
     registers = f"{kernel.registers} registers a thread, " if kernel.registers else ""
     needs = f"{registers}{format_bytes(shared)} shared memory a block"
@@ -349,7 +332,6 @@ def _occupancy_capped(case: Case) -> Finding:
     if issue is None or active is None:
         lacking = "times" if case.seen.times.device is None else "counters"
         raise case.need(f"{said}. Whether it waits for want of warps, counters say", lacking)
-    case.numbers.update(issue_percent=issue, active_warps_percent=active)
     said += f"; counters: {active:.0f} % of the warps are active, and a scheduler issues in {issue:.0f} % of its cycles"
     if issue >= IDLE_ISSUE:
         return case.ruled_out(said) if issue >= BUSY_ISSUE else case.cannot_tell(said)
@@ -368,7 +350,6 @@ def _bank_conflicts(case: Case) -> Finding:
     if conflicts is None or wavefronts is None:
         raise case.need("only counters say", "counters")
     share = conflicts / wavefronts if wavefronts else 0.0
-    case.numbers.update(conflicts=conflicts, wavefronts=wavefronts, conflict_share=share)
     said = f"conflicts added {share:.0%} of the {wavefronts:.3g} passes through shared memory"
     if share < MANY_CONFLICTS:
         return case.ruled_out(said)
@@ -384,10 +365,8 @@ def _excess_bytes(case: Case) -> Finding:
     if not fewest:
         raise case.need("no times", "gpu", "times")
     moved = summed(case.seen, READ, WRITTEN)
-    case.numbers.update(fewest_bytes=fewest)
     if moved is None:
         ceiling = chip.bandwidth_bytes_per_s * device
-        case.numbers.update(most_bytes=ceiling)
         said = (
             f"in its time the memory moves {ceiling / fewest:.1f} times the fewest ({format_bytes(fewest)}) at the most"
         )
@@ -395,7 +374,6 @@ def _excess_bytes(case: Case) -> Finding:
             return case.ruled_out(said)
         raise case.need(f"{said}; how many it moved, only counters say", "counters")
     ratio, extra = moved / fewest, max(0.0, moved - fewest) / chip.bandwidth_bytes_per_s
-    case.numbers.update(moved_bytes=moved, ratio=ratio)
     said = (
         f"{format_bytes(moved)} moved, {ratio:.2f} times the fewest ({format_bytes(fewest)}); what is beyond takes "
         f"{percent(min(1.0, extra / device))} of the time at full bandwidth"
@@ -415,7 +393,6 @@ def _excess_bytes(case: Case) -> Finding:
 def _bandwidth_bound(case: Case) -> Finding:
     (chip, _), load = case.timed(), memory_load(case.seen)
     assert load is not None
-    case.numbers.update(bandwidth_share=load.share)
     if load.share >= FULL:
         return case.confirmed(
             load.said,
@@ -435,7 +412,6 @@ def _bandwidth_bound(case: Case) -> Finding:
 def _compute_bound(case: Case) -> Finding:
     (chip, _), load = case.timed(), arithmetic_load(case.seen)
     assert load is not None
-    case.numbers.update(arithmetic_share=load.share)
     fewest = case.seen.work.flops / chip.flops_per_s
     bound = "the fewest operations at the peak rate"
     if load.share >= FULL:
@@ -443,7 +419,6 @@ def _compute_bound(case: Case) -> Finding:
         return case.confirmed(load.said, advice, share=load.share, device_seconds=fewest, bound=bound)
     tensor = load.counted
     if tensor is not None and tensor >= FULL:
-        case.numbers.update(tensor_active=tensor)
         said = f"{load.said}: more operations than needed"
         advice = "skip what a mask hides, and do not pad to tiles that are mostly empty"
         return case.confirmed(said, advice, share=tensor, device_seconds=fewest, bound=bound)
@@ -463,7 +438,6 @@ def _throttled(case: Case) -> Finding:
         raise case.need("no clocks", "sensors", "times")
     middle = statistics.median(clocks)
     reasons = [reason for reason in sensors.throttle if reason]
-    case.numbers.update(sm_clock_mhz=middle, max_sm_clock_mhz=highest, throttled_rounds=len(reasons))
     said = f"SM clock {middle:.0f} MHz of {highest}"
     if reasons:
         named = sorted({name for reason in reasons for name in reason.split(",")})

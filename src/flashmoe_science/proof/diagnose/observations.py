@@ -171,7 +171,6 @@ class Finding(Model):
     status: Status
     explanation: str  # one or two sentences with the numbers that decide
     experiment: str  # what was compared with what
-    numbers: dict[str, float] = Field(default_factory=dict)
     part: Literal["host", "device"] = "device"  # whose time it can explain
     share: float | None = None  # of one call's time that it is shown to explain; None: not known
     advice: str = ""  # what to try
