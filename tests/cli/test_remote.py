@@ -67,7 +67,7 @@ def test_one_machine_looks_like_this_one(on_hosts, repository):
 
 
 def set_ups() -> list[tuple[str, str, float]]:
-    return [(row.run, row.gpu, row.gpu_seconds) for row in Store().ledger() if row.gate == "set-up"]
+    return [(row.run, row.gpu, row.gpu_seconds) for row in Store().costs() if row.gate == "set-up"]
 
 
 def paid(record, *seconds):
@@ -82,7 +82,7 @@ def test_all_the_time_that_a_machine_was_held_is_booked(on_hosts, run):
     out = on_hosts({"me@gpu": (record, None)})[1]
     assert set_ups() == [(record.id, "NVIDIA H200", 60.0)]  # of 90 s, less the 30 of its gates
     assert "set-up: $" in out
-    assert sum(entry.gpu_seconds for entry in Store().ledger()) == 90.0
+    assert sum(entry.gpu_seconds for entry in Store().costs()) == 90.0
     assert any(line.split()[:3] == ["set-up", "60", "s"] for line in run("cost")[1].splitlines())
 
 

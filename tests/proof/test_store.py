@@ -159,7 +159,7 @@ def test_an_unknown_id_suggests_the_nearest(store):
 
 
 def test_reading_creates_nothing(store, tmp_path):
-    assert (store.runs(), store.ledger()) == ([], [])
+    assert (store.runs(), store.costs()) == ([], [])
     with pytest.raises(EvidenceError, match="there is no run"):
         store.load("2026")
     assert list(tmp_path.iterdir()) == []
@@ -228,18 +228,11 @@ def test_where_the_default_store_is(monkeypatch, variables, expected):
     assert default_folder() == Path(expected)
 
 
-# the ledger, beyond what test_cost.py books
+# the ledger
 
 
 def study(run="s", **changes) -> Entry:
     return replace(Entry("2026-01-01", run, "study", "mine", "seed", "H200", gpu_seconds=60.0), **changes)
-
-
-def test_a_row_that_is_booked_anew_keeps_its_price_and_takes_one_line_only_if_it_changed(store):
-    for entry in (study(dollars_per_hour=3.0), study(), study(gpu_seconds=70.0)):
-        store.book(entry)
-    assert store.ledger() == [study(gpu_seconds=70.0, dollars_per_hour=3.0)]
-    assert len((store.folder / "ledger.jsonl").read_text().splitlines()) == 2
 
 
 def test_a_line_that_is_no_row_is_named(store):
@@ -247,7 +240,7 @@ def test_a_line_that_is_no_row_is_named(store):
     with (store.folder / "ledger.jsonl").open("a") as file:
         file.write('{"run": 3}\n')
     with pytest.raises(EvidenceError, match=r"ledger\.jsonl:2: is no row of a ledger"):
-        store.ledger()
+        store.costs()
 
 
 def test_processes_that_share_a_store_lose_no_row(store):
@@ -260,14 +253,14 @@ def test_processes_that_share_a_store_lose_no_row(store):
     environment = {"PYTHONPATH": python_path(ROOT / "src")}
     running = [subprocess.Popen([*command, str(number)], env=environment) for number in range(3)]
     assert [process.wait() for process in running] == [0, 0, 0]
-    assert len(store.ledger()) == 45
+    assert len(store.costs()) == 45
 
 
 def test_a_line_that_another_process_is_writing_is_waited_for(store):
     store.book(study("first"))
     line = json.dumps(asdict(study("second"))) + "\n"
     found = []
-    reader = threading.Thread(target=lambda: found.extend(store.ledger()))
+    reader = threading.Thread(target=lambda: found.extend(store.costs()))
     with (store.folder / "ledger.jsonl").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.write(line[:20])

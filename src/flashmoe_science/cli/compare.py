@@ -182,7 +182,7 @@ def _compare_revisions(
         terminal.warn(f"both are commit {asked[0].commit[:12]}", "what differs between them is noise")
     if isinstance(list_sensors(), NoSensors):
         terminal.warn("no NVIDIA GPU here: both revisions are checked, and no time is compared", "run it on a GPU")
-    keeper = make_keeper(terminal, archive.store, archive.repository, meter)
+    keeper = make_keeper(terminal, archive.store, archive.repository)
     progress = ChainProgress(terminal, on_start=keeper.begin_gate)
     try:
         with checked_out(toplevel, *asked) as checkouts:

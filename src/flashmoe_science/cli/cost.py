@@ -1,10 +1,9 @@
-"""The verb ``cost``: sum the ledger, enter a cost, list the prices."""
+"""The verb ``cost``: sum what runs cost, enter a cost, list the prices."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +12,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import EvidenceError, InputError
+from ..errors import InputError
 from ..proof.cost.cost import (
     PACKAGED,
     Rate,
@@ -22,13 +21,10 @@ from ..proof.cost.cost import (
     format_dollars,
     format_duration,
     load_rates,
-    spent_seconds,
 )
-from ..proof.records.documents import read_record
 from ..proof.records.evidence import GATE_NAMES
 from ..proof.records.ledger import Entry
-from ..proof.records.store import Archive, Store, find_repository
-from ..proof.text import counted
+from ..proof.records.store import Store, find_repository
 from .names import moment_named
 from .options import Json, Since, StoreName, option
 from .terminal import Terminal, short_path
@@ -45,7 +41,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, invoke_without_co
 
 @app.callback()
 def cost(context: typer.Context, since: Since = None, store: StoreName = None, as_json: Json = False) -> None:
-    """Sum the ledger by day, subject and gate: the time that runs held a GPU, its price, and costs entered by hand.
+    """Sum by day, subject and gate: the time that the runs of the store held a GPU, its price, and costs by hand.
 
     \b
     Examples:
@@ -55,36 +51,16 @@ def cost(context: typer.Context, since: Since = None, store: StoreName = None, a
     if context.invoked_subcommand is not None:
         return
     terminal = Terminal(as_json=as_json)
-    repository, kept = find_repository(), Store(store)
-    rate = load_rates(repository).dollars_per_hour
-    moment = moment_named(since) if since else None
-    entries = kept.ledger(since=moment)
-    not_in_store = _not_in_store(Archive(kept, repository), moment, terminal)
+    rate = load_rates(find_repository()).dollars_per_hour
+    entries = Store(store).costs(since=moment_named(since) if since else None, on_trouble=terminal.warn_of)
     sums = {name: _in_order(add_up(entries, key, rate)) for name, key in _KEYS.items()}
     total = add_up(entries, lambda _: "total", rate).get("total", Sum())
     if entries:
         terminal.show(_sums_table({**sums, "": {"total": total}}))
     else:
         terminal.log.print("nothing was spent: no run held a GPU, and nothing was entered by hand")
-    if not_in_store:
-        text = f"not counted: {counted(len(not_in_store), 'run')} of evidence/ that your store lacks"
-        terminal.log.print(f"{text}\nhint: flashmoe import evidence/ takes them into it, if you paid for them")
     by_key = {f"by_{name}": {key: vars(sum_) for key, sum_ in of_name.items()} for name, of_name in sums.items()}
-    terminal.document({"total": vars(total), **by_key, "not_in_store": not_in_store})
-
-
-def _not_in_store(archive: Archive, since: datetime | None, terminal: Terminal) -> list[str]:
-    """Return the runs of evidence/ that held a GPU and that the store lacks, the oldest first."""
-    stored, found = set(archive.store.ids()), []
-    for run in reversed(archive.runs(since=since, on_trouble=terminal.warn_of)):
-        if run.id not in stored:
-            try:
-                record = read_record(Path(archive.repository or "", run.origin))
-            except EvidenceError as error:
-                terminal.warn_of(error)
-            else:
-                found += [run.id] if spent_seconds(record) else []
-    return found
+    terminal.document({"total": vars(total), **by_key})
 
 
 def _sums_table(groups: Mapping[str, Mapping[str, Sum]]) -> RenderableType:

@@ -178,7 +178,7 @@ def prove(
 def _prove(request: ProveRequest, meter: Meter, terminal: Terminal, store: Store, *, alone: bool) -> Proof:
     """Run the chain on one subject, and print its conclusion."""
     repository = request.repository
-    keeper = make_keeper(terminal, store, repository, meter)
+    keeper = make_keeper(terminal, store, repository)
     progress = ChainProgress(terminal, on_start=keeper.begin_gate)
     terminal.say(_title(request))
     try:

@@ -39,7 +39,7 @@ def import_(
     store: StoreName = None,
     as_json: Json = False,
 ) -> None:
-    """Take records into the store, and book what their gates took of a GPU.
+    """Take records into the store.
 
     \b
     Examples:

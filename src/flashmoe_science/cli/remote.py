@@ -50,7 +50,7 @@ def prove_on_hosts(
     archive = Archive(store, request.repository)
     share = None if budget is None else budget / len(hosts)  # they run at the same time
     meters = {name: make_meter(terminal, archive, share, host=name) for name in names}
-    keepers = {name: make_keeper(terminal, store, request.repository, meters[name]) for name in names}
+    keepers = {name: make_keeper(terminal, store, request.repository) for name in names}
     progress = {
         name: ChainProgress(terminal, host=name if len(hosts) > 1 else "", on_start=keeper.begin_gate)
         for name, keeper in keepers.items()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import shlex
 from collections.abc import Callable, Sequence
@@ -26,47 +25,33 @@ class Keeper:
         self._folder = folder
         self._terminal = terminal
         self._store: Store | None = store
-        self.dollars_per_hour: Callable[[Record], float | None] = lambda _: None  # what the store books it at
         self.path: Path | None = None
         self.record: Record | None = None  # as it was last given
         self.factors: Callable[[Record], Sequence[float]] = lambda _: ()  # of the claims about such a run
         self._begun: Begun | None = None
-        self._is_behind = False  # the file lacks what the store has
 
     def save(self, record: Record) -> None:
-        """Replace what was kept of this run before, and of no other. A store or a file that fails costs a warning.
+        """Replace what was kept of this run before, and of no other. A store that fails costs a warning.
 
-        Raises ``EvidenceError``: another run has this id, as one from a borrowed machine may, the file cannot be begun,
-        or neither file nor store can be written. Where only the store has the run, no file has a part of it.
+        Raises ``EvidenceError``: another run has this id, as one from a borrowed machine may, or the file cannot be
+        written.
         """
         path = record_path(self._folder, record.id)
         if self.path is None:
             self._refuse_taken(record.id, path)
         self.record = record = record.model_copy(update={"begun": self._begun})
-        failed = None
         try:
             write_record(record, path)
         except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            hint = "make room on its disk" if full else "run it in a folder that you may write"
-            failed = EvidenceError(f"{path}: cannot be written: {error.strerror}", hint=hint)
-            if self.path is None:  # nothing is spent yet
-                raise failed from error
+            hint = "run it in a folder that you may write, on a disk with room"
+            raise EvidenceError(f"{path}: cannot be written: {error.strerror}", hint=hint) from error
         self.path = path
         try:
             if self._store is not None:
-                self._store.save(record, dollars_per_hour=self.dollars_per_hour(record))
+                self._store.save(record)
         except EvidenceError as error:
             self._store = None  # say it once
             self._terminal.warn_of(error)
-        if failed is not None:
-            if self._store is None:  # it is kept nowhere
-                raise failed
-            path.unlink(missing_ok=True)  # a part of the run, which readers would take for all of it
-            if not self._is_behind or record.complete:
-                self._terminal.warn_of(failed)
-                self._terminal.log.print(f"hint: the store has the run: flashmoe export {record.id}", soft_wrap=True)
-        self._is_behind = failed is not None
 
     def begin_gate(self, gate: str) -> None:
         """Enter the run into the ledger of runs begun before its first sample. A ledger that fails costs a warning."""
@@ -82,8 +67,6 @@ class Keeper:
     @property
     def place(self) -> str:
         """Where the run is kept."""
-        if self._is_behind and self.record is not None:
-            return f"run {self.record.id} of the store"
         return "nowhere yet" if self.path is None else short_path(self.path)
 
     def _refuse_taken(self, run_id: str, path: Path) -> None:
@@ -103,10 +86,9 @@ class Keeper:
             return False
 
 
-def make_keeper(terminal: Terminal, store: Store, repository: Path | None, meter: Meter) -> Keeper:
-    """Return what keeps one run, and books it at the price of its GPU."""
+def make_keeper(terminal: Terminal, store: Store, repository: Path | None) -> Keeper:
+    """Return what keeps one run."""
     keeper = Keeper((repository or Path.cwd()) / "evidence", terminal, store)
-    keeper.dollars_per_hour = meter.rate
 
     def factors(record: Record) -> list[float]:
         gpu = record.environment.gpu

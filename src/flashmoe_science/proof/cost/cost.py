@@ -191,7 +191,7 @@ def spent_seconds(record: Record) -> float:
 
 @dataclass
 class Sum:
-    """Rows of the ledger together."""
+    """Costs together."""
 
     gpu_seconds: float = 0.0
     dollars: float = 0.0
@@ -201,7 +201,7 @@ class Sum:
 def add_up(
     entries: Iterable[Entry], key: Callable[[Entry], str], rate: Callable[[str], float | None]
 ) -> dict[str, Sum]:
-    """Return the sums of the ledger's rows by ``key``. ``rate`` prices rows that were booked without a price."""
+    """Return the sums of costs by ``key``. ``rate`` prices those without a price of their own."""
     sums: dict[str, Sum] = {}
     for entry in entries:
         total = sums.setdefault(key(entry), Sum())
@@ -374,11 +374,6 @@ class Meter:
     def seconds_left(self, record: Record) -> float | None:
         """Return for how long the run may still hold its GPU after the gates of ``record``; None: without end."""
         return self.budget.seconds_left(spent_seconds(record)) if self.budget else None
-
-    def rate(self, record: Record) -> float | None:
-        """Return the price of an hour of the run's GPU, or None where it has none or its price is not known."""
-        gpu = record.environment.gpu
-        return self._rates.dollars_per_hour(gpu.name) if gpu else None
 
     def bill(self, record: Record) -> Bill | None:
         """Return what a run has cost, or None where it held no GPU."""

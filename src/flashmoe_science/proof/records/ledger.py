@@ -1,10 +1,9 @@
-"""The ledger of a store: what runs took of a GPU, and costs entered by hand, a line of JSON each."""
+"""What runs took of a GPU by their records, and the ledger: costs that no record knows, a line of JSON each."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -17,7 +16,7 @@ GPU_GATES: tuple[GateName, ...] = ("launch", "correct", "quick", "bench")
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of the ledger: what a gate took of a GPU, or what was entered by hand."""
+    """One cost: what a gate or a borrowed machine took of a GPU, or what was entered by hand."""
 
     at: str  # ISO 8601 in UTC
     run: str  # "" for what was entered by hand
@@ -26,74 +25,32 @@ class Entry:
     suite: str
     gpu: str
     gpu_seconds: float
-    dollars_per_hour: float | None = None  # what it was booked at; None: the rates of whoever asks hold
+    dollars_per_hour: float | None = None  # None: the rates of whoever asks hold
     dollars: float | None = None  # what was entered by hand
     note: str = ""
 
 
-class Ledger:
-    """A file that only grows: of several lines about one gate of one run, the last one holds.
-
-    Processes that share a store book one after another.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def entries(self) -> list[Entry]:
-        """Return the rows, the oldest first. Raises ``EvidenceError`` where a line is none."""
+def read_entries(path: Path) -> list[Entry]:
+    """Return the rows of a ledger, the oldest first. Raises ``EvidenceError`` where a line is none."""
+    try:
+        lines = read_shared(path).splitlines()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise EvidenceError(f"{path}: cannot be read: {error}") from error
+    rows = []
+    for number, line in enumerate(lines, 1):
         try:
-            return self._parsed(read_shared(self._path))
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise EvidenceError(f"{self._path}: cannot be read: {error}") from error
-
-    def _parsed(self, raw: bytes) -> list[Entry]:
-        rows: dict[tuple[str, ...], Entry] = {}
-        for number, line in enumerate(raw.splitlines(), 1):
-            try:
-                entry = Entry(**json.loads(line))
-            except (TypeError, ValueError) as error:
-                raise EvidenceError(f"{self._path}:{number}: is no row of a ledger: {error}") from error
-            rows[(entry.run, entry.gate) if entry.run else (str(number),)] = entry
-        held = [entry for entry in rows.values() if entry.gpu_seconds or entry.dollars is not None]
-        return sorted(held, key=lambda entry: (entry.at, entry.run, entry.gate))
-
-    def add(self, entries: Sequence[Entry]) -> None:
-        """Append rows. One that is booked without a rate keeps the rate of the row that it replaces."""
-
-        def more(raw: bytes) -> bytes:
-            known = {(entry.run, entry.gate): entry for entry in self._parsed(raw) if entry.run}
-            new = []
-            for entry in entries:
-                before = known.get((entry.run, entry.gate))
-                rate = entry.dollars_per_hour
-                if before is not None and rate is None:
-                    rate = before.dollars_per_hour
-                priced = replace(entry, dollars_per_hour=rate)
-                if priced != before:
-                    new.append(json.dumps(asdict(priced)) + "\n")
-            return "".join(new).encode()
-
-        append_shared(self._path, more)
-
-    def book_gates(self, record: Record, dollars_per_hour: float | None) -> None:
-        """Book the gates of a run. A gate that an earlier booking had, and the run has no more, is taken back."""
-        entries = entries_of(record, dollars_per_hour)
-        kept = {entry.gate for entry in entries}
-        gone = [
-            replace(entry, gpu_seconds=0.0)
-            for entry in self.entries()
-            if entry.run == record.id and entry.gate in GATE_NAMES and entry.gate not in kept
-        ]
-        self.add([*entries, *gone])
+            rows.append(Entry(**json.loads(line)))
+        except (TypeError, ValueError) as error:
+            raise EvidenceError(f"{path}:{number}: is no row of a ledger: {error}") from error
+    # Earlier versions entered the gates of runs too, which the records have.
+    return sorted((row for row in rows if row.gate not in GATE_NAMES), key=lambda row: row.at)
 
 
-def entries_of(record: Record, dollars_per_hour: float | None = None) -> list[Entry]:
-    """Return a row for every gate of a run that held a GPU."""
-    at = as_text(record.created_at)
-    return [Entry(at, record.id, gate, *record.kind, s, dollars_per_hour) for gate, s in paid_gates(record).items()]
+def append_entry(path: Path, entry: Entry) -> None:
+    """Append a row to a ledger. Processes that share a store take turns."""
+    append_shared(path, lambda _: (json.dumps(asdict(entry)) + "\n").encode())
 
 
 def paid_gates(record: Record) -> dict[GateName, float]:

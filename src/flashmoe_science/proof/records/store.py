@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -24,9 +24,9 @@ from .documents import (
     record_path,
     write_record,
 )
-from .evidence import SCHEMA_VERSION, Begun, GateStatus, Record
+from .evidence import SCHEMA_VERSION, Begun, GateName, GateStatus, Record
 from .files import load_json, user_folder
-from .ledger import Entry, Ledger, as_text
+from .ledger import Entry, append_entry, as_text, paid_gates, read_entries
 
 _BEGIN_BYTES = 1000
 _ID_AT_THE_BEGIN = re.compile(rb'\s*\{\s*"schema_version":\s*\d+,\s*"id":\s*"([A-Za-z0-9_.@-]+)"')
@@ -48,6 +48,7 @@ class RunSummary:
     result: str  # e.g. "7 of 7 gates passed", "launch failed"
     cases: int
     measured: int  # cases with times
+    gpu_seconds: Mapping[GateName, float] = field(default_factory=dict)  # for how long each gate held a GPU
     origin: str = "store"  # or the file, relative to the repository
 
 
@@ -87,6 +88,7 @@ def _summary(record: Record, cases: int, measured: int) -> RunSummary:
         result=_result(record),
         cases=cases,
         measured=measured,
+        gpu_seconds=paid_gates(record),
     )
 
 
@@ -124,7 +126,7 @@ def raise_twins(run_id: str, paths: Sequence[Path]) -> None:
 class Store:
     """A folder of records, each in ``<id>.json.gz``.
 
-    The ledger of what they cost is in ``ledger.jsonl``, that of all runs begun in ``begun.jsonl``.
+    Costs that no record knows are in ``ledger.jsonl``, all runs begun in ``begun.jsonl``.
 
     Reading never creates anything: a folder that does not exist has no runs.
 
@@ -137,22 +139,16 @@ class Store:
 
     def __init__(self, folder: str | Path | None = None) -> None:
         self.folder = _folder_named(str(folder)) if folder else default_folder()
-        self._ledger = Ledger(self.folder / "ledger.jsonl")
+        self._ledger = self.folder / "ledger.jsonl"
         self._begun = BegunLedger(self.folder / "begun.jsonl")
 
     def __str__(self) -> str:
         return str(self.folder)
 
-    def save(self, record: Record, *, dollars_per_hour: float | None = None) -> None:
-        """Keep ``record`` and book what its gates took of a GPU. One with the same id is replaced: a run grows.
-
-        Args:
-            record: The run.
-            dollars_per_hour: The price of its GPU. Default: what was booked of this run before, if anything.
-        """
+    def save(self, record: Record) -> None:
+        """Keep ``record``. One with the same id is replaced: a run grows."""
         with _errors_explained(self.folder):
             write_record(record, self.files().get(record.id) or record_path(self.folder, record.id))
-            self._ledger.book_gates(record, dollars_per_hour)
 
     def files(self, *, on_twins: OnTwins = raise_twins) -> dict[str, Path]:
         """Return the files of the runs by id. Raises ``EvidenceError`` where the store is no folder."""
@@ -175,9 +171,20 @@ class Store:
         """Return all runs, newest first."""
         return Archive(self, repository=None).runs()
 
-    def ledger(self, *, since: datetime | None = None) -> list[Entry]:
-        """Return the rows of the ledger, the oldest first."""
-        return [entry for entry in self._ledger.entries() if since is None or entry.at >= as_text(since)]
+    def costs(
+        self, *, since: datetime | None = None, on_trouble: Callable[[EvidenceError], None] | None = None
+    ) -> list[Entry]:
+        """Return what the gates of the runs took of a GPU, and the rows of the ledger.
+
+        A file that cannot be read goes to ``on_trouble``, or is raised.
+        """
+        gates = [
+            Entry(run.created_at, run.id, gate, run.subject, run.suite, run.gpu, seconds)
+            for run in Archive(self, repository=None).runs(on_trouble=on_trouble)
+            for gate, seconds in run.gpu_seconds.items()
+        ]
+        entries = [*gates, *read_entries(self._ledger)]
+        return [entry for entry in entries if since is None or entry.at >= as_text(since)]
 
     def begin(self, record: Record, factors: Sequence[float] = ()) -> Begun:
         """Enter a run that takes its first sample next into the ledger of runs begun.
@@ -197,9 +204,9 @@ class Store:
         return self._begun.lines()
 
     def book(self, entry: Entry) -> None:
-        """Book what held a GPU and is no gate of a run, e.g. a study. One of the same run and kind is replaced."""
+        """Enter a cost that no record knows into the ledger."""
         with _errors_explained(self.folder):
-            self._ledger.add([entry])
+            append_entry(self._ledger, entry)
 
     def add_cost(self, amount: float, *, note: str, gpu: str = "", at: datetime | None = None) -> Entry:
         """Enter a cost by hand, in dollars."""
