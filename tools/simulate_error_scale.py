@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from flashmoe_science.operators.attention_scale import backward_scale, forward_s
 from flashmoe_science.operators.error_scale import Scale
 from flashmoe_science.operators.moe import OPERATOR as EXPERTS, activation_of
 from flashmoe_science.operators.moe_backward import OPERATOR as EXPERT_GRADIENTS
+from flashmoe_science.operators.stress import OF_VALUES, stress_attention
 from flashmoe_science.proof.measure.allowed_error import find_expected, judge
 from flashmoe_science.proof.subject.loading import load_operator
 from flashmoe_science.proof.subject.outputs import parts
@@ -62,19 +63,23 @@ class Attention:
     causal: bool
     group: int = 1
     window: int = -1  # to the left
+    stress: str = ""  # a stress draw of values; empty: standard normal
 
     def draw(self, count: int, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return standard normal q, k, v and do."""
+        """Return q, k, v and do."""
 
         def normal(heads: int, length: int) -> Tensor:
             shape = (1, heads, length, self.head_dim)
             return torch.randn(shape, generator=generator).to(LOW[self.dtype])
 
         queries = count * self.group
-        return {
+        drawn = {
             "q": normal(queries, self.seqlen_q), "k": normal(count, self.seqlen_k),
             "v": normal(count, self.seqlen_k), "do": normal(queries, self.seqlen_q),
         }  # fmt: skip
+        if self.stress:
+            stress_attention(self.stress, *(drawn[n] for n in "qkv"), self.head_dim**-0.5, [0])
+        return drawn
 
     @property
     def options(self) -> dict[str, Any]:
@@ -157,6 +162,13 @@ BACKWARD = (
     Attention("train", 256, 256, 256, "bf16", causal=True, group=2, window=127),
     Attention("16 elements", 4, 4, 4, "fp16", causal=False),
 )
+STRESS_DRAWS = tuple(draw for draw in OF_VALUES if draw != "neighbours")  # there are no other sequences here
+STRESSED = {
+    "attention, bf16": Attention("", 512, 2048, 128, "bf16", causal=True),
+    "attention, fp16": Attention("", 512, 2048, 64, "fp16", causal=True),
+    "gradients, bf16": Attention("", 512, 512, 128, "bf16", causal=True),
+    "gradients, fp16": Attention("", 512, 512, 64, "fp16", causal=True),
+}
 EXPERT_CASES = {
     "moe-decode": {"tokens": 1, "experts": 8, "top_k": 8, "hidden": 256, "inter": 96, "dtype": "bf16"},
     "moe-prefill": {"tokens": 64, "experts": 8, "top_k": 2, "hidden": 128, "inter": 64, "dtype": "bf16"},
@@ -394,6 +406,18 @@ def _print_right(fewer: int) -> None:
         print(_row(suite, draws, expert_shares(suite, draws, SEED)), flush=True)
 
 
+def _print_stress(fewer: int) -> None:
+    print(
+        "\n| stress draw | of | rows | fused: fail | element, row | eager: fail | element, row |\n" + "| --- " * 7 + "|"
+    )
+    for draw in STRESS_DRAWS:
+        for name, case in STRESSED.items():
+            shares = forward_shares if name.startswith("attention") else backward_shares
+            stressed, draws = replace(case, stress=draw), max(1, 64 // fewer)
+            found = _in_parts(lambda n, seed, c=stressed, f=shares: f(c, n, ("fused", "eager"), seed), draws, 2)  # type: ignore[misc]
+            print(_row(f"{draw} | {name}", draws * case.seqlen_q, found), flush=True)
+
+
 def _print_faults(fewer: int) -> None:
     print(
         "\n| late rows | D | right | misses keys 0 to 63 | misses keys 0 to 7 | last row 10 % too large | 3 % |\n"
@@ -440,11 +464,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fewer", type=int, default=1, help="so many times fewer draws")
     parser.add_argument("--suites", action="store_true", help="print the smallest case of each suite, and no more")
+    parser.add_argument("--stress", action="store_true", help="print the stress draws of attention, and no more")
     asked = parser.parse_args()
     fewer = asked.fewer
     torch.set_grad_enabled(False)
     if asked.suites:
         _print_suites(fewer)
+        return
+    if asked.stress:
+        _print_stress(fewer)
         return
     _print_right(fewer)
     _print_faults(fewer)

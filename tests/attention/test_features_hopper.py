@@ -75,13 +75,6 @@ def test_kernels_compile(name, tmp_path):
     check_compiled(forced(make_problem(**COMPILED[name])), tmp_path)
 
 
-@pytest.mark.parametrize("name", all_but(["d128-alibi", "d256-alibi-packed"], "d128-alibi"))
-def test_kernels_compile_with_slopes_by_a_product(name, tmp_path):
-    plan = forced(make_problem(**COMPILED[name]))
-    assert isinstance(plan.config, HopperConfig)
-    check_compiled(dataclasses.replace(plan, config=dataclasses.replace(plan.config, slope_product=True)), tmp_path)
-
-
 def check_compiled(plan, tmp_path):
     outcomes = compile_plan(plan)
     assert [outcome.problems for outcome in outcomes] == [()] * len(plan.launches)
@@ -120,6 +113,26 @@ def test_every_row_of_the_plain_table_serves_features():
             plan = plan_attention(dataclasses.replace(problem, seqlen_q=length), H200)
             in_turns = config.ping_pong or (64 < columns <= 128 and columns_v <= 128)
             assert (plan.kernel, plan.config) == (FEATURES_KERNEL, dataclasses.replace(config, ping_pong=in_turns))
+            with_slopes = plan_attention(dataclasses.replace(problem, seqlen_q=length, softcap=0.0, alibi="fp32"), H200)
+            by_product = causal and max(columns, columns_v) <= 128
+            expected = dataclasses.replace(config, slope_product=by_product)
+            assert (with_slopes.kernel, with_slopes.config) == (FEATURES_KERNEL, expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "by_product"),
+    [
+        ({"window": (100, 0)}, True),
+        ({"window": (100, -1), "causal": True}, True),
+        ({"window": (100, 3)}, False),  # a row sees keys ahead: its part of ALiBi is no line
+        ({"window": (100, -1)}, False),
+        ({"head_dim": 80, "causal": True}, True),
+        ({"head_dim": 136, "causal": True}, False),
+    ],
+)
+def test_slopes_come_from_a_product_where_no_row_sees_a_key_ahead(options, by_product):
+    plan = forced(make_problem(**{"head_dim": 128, **options, "alibi": "fp32"}))
+    assert plan.config.slope_product == by_product
 
 
 def test_a_window_takes_the_tile_of_the_keys_that_it_leaves():

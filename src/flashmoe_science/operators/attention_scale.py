@@ -50,6 +50,18 @@ class _Scores:
         columns = matrix.flatten(1, 2)[:, None]
         return self._sums(columns, lambda scores, x: scores.flatten(1, 2).mT[:, None] @ x, columns.shape[2])
 
+    def independent(self, matrix: Tensor) -> Tensor:
+        """Return of how many independent errors each row of that product is made, ``[N, G, M, 1]``.
+
+        A row of the matrix has one error in common, and the larger it is the more it counts.
+        """
+        return independent_terms(self.variance * matrix.square().sum(-1)[..., None, :])
+
+    def transposed_independent(self, matrix: Tensor) -> Tensor:
+        """Return the same of the transposed product, ``[N, 1, S, 1]``."""
+        size = matrix.square().sum(-1, keepdim=True)
+        return independent_terms((self.variance * size).flatten(1, 2), 1).mT[:, None]
+
     def _sums(self, matrix: Tensor, product: Callable[[Tensor, Tensor], Tensor], terms: int) -> Estimate:
         size = matrix.abs()
         wide = product(self.size, size) * (WIDE * (FIRST_SUMS + math.sqrt(terms)))
@@ -145,7 +157,7 @@ def forward_scale(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Scale:
     if largest.numel() and k.shape[2]:
         for rows in _chunks(q, k, v, **options):
             o = rows.p.multiplied(rows.v).rounded(Format.of(q.dtype))
-            found = o.scale(independent_terms(rows.p.variance))
+            found = o.scale(rows.p.independent(rows.v))
             for whole, part in zip((largest, rms), found, strict=True):
                 whole[rows.sequence, rows.heads, rows.rows] = part.flatten(0, 1)
     return Scale(largest, rms)
@@ -170,8 +182,9 @@ def step_scale(
         p = rows.p
         gradient = do[rows.sequence, rows.heads, rows.rows].float().reshape(*rows.q.shape[:3], -1)  # [N, G, M, DV]
         o = p.multiplied(rows.v).rounded(low)
-        for whole, part in zip(allowed, o.scale(independent_terms(p.variance)), strict=True):
+        for whole, part in zip(allowed, o.scale(p.independent(rows.v)), strict=True):
             whole[rows.sequence, rows.heads, rows.rows] = part.flatten(0, 1)
+        p.add_error((p.value > 0) * low.tiny, 1.0)  # gradients are sums of P that is divided by its sum
         delta = (gradient * o.value).sum(-1, keepdim=True)
         of_sum = WIDE * gradient.norm(dim=-1, keepdim=True)  # of a sum of products with do, times the other's length
         delta_bound = (gradient.abs() * o.bound).sum(-1, keepdim=True) + 2 * of_sum * o.value.norm(dim=-1, keepdim=True)
@@ -184,8 +197,8 @@ def step_scale(
         ds.variance.addcmul_(p.value * delta_variance, p.value)
         keys = slice(rows.k.shape[2])
         for name, left, right, factor in (("dk", ds, rows.q, scale), ("dv", p, gradient, 1.0)):
-            terms = independent_terms(left.variance.flatten(1, 2), 1).mT[:, None]
-            sums[name].add(rows.sequence, rows.heads_kv, keys, (left.transposed_times(right).times(factor), terms))
+            found = left.transposed_times(right).times(factor), left.transposed_independent(right)
+            sums[name].add(rows.sequence, rows.heads_kv, keys, found)
     return allowed, sums["dq"].scale(low), sums["dk"].scale(low), sums["dv"].scale(low)
 
 
@@ -218,7 +231,7 @@ def _dq(
     """Return a row's sum over keys: the row's one error of delta is common to all of them."""
     dq, mean = ds.multiplied(k), p.value @ k
     dq.bound, dq.variance = dq.bound + delta_bound * mean.abs(), dq.variance + delta_variance * mean.square()
-    terms = torch.minimum(independent_terms(ds.variance), torch.tensor(2.0, device=k.device))
+    terms = torch.minimum(ds.independent(k), torch.tensor(2.0, device=k.device))
     return dq.times(scale), terms
 
 

@@ -98,11 +98,13 @@ class Estimate:
         """Return what is allowed.
 
         ``independent``: how many independent errors a row's have at the least, which says how far its mean square may
-        lie above the expected one.
+        lie above the expected one. Where few elements carry that mean square, as those of a channel of outliers do,
+        their number counts instead.
         """
         deviation = self.variance.sqrt()
         largest = torch.minimum(self.bound, SIGMAS * deviation) + self.wide
-        freedom = torch.as_tensor(independent, device=largest.device).clamp(1, max(1, largest.shape[-1]))
+        elements = independent_terms(self.variance)
+        freedom = torch.minimum(torch.as_tensor(independent, device=largest.device), elements).clamp_min(1)
         rms = root_mean_square(deviation) * (1 + SIGMAS / (2 * freedom).sqrt()) + root_mean_square(self.wide)
         return Scale(largest, torch.minimum(rms, root_mean_square(largest)))
 

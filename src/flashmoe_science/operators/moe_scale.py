@@ -138,7 +138,7 @@ def experts_scale(inputs: Mapping[str, Tensor], options: dict[str, Any]) -> Scal
         h = _activated(expert.product, options, low)
         y = _output(h, expert, low).times(expert.weights)
         weighted = y.with_error(low.rounding(y.value), low.rounding(y.value))  # the weight, and the product with it
-        out.add(expert.tokens, weighted, independent_terms(h.variance))
+        out.add(expert.tokens, weighted, independent_terms(h.variance * expert.down.square().sum(0)))
     return out.scale()
 
 
@@ -163,14 +163,16 @@ def expert_gradients_scale(
         da = dy.multiplied(expert.down).rounded(low)
         dproduct = _through_activation(da, expert.product, options, low)
         if of_tokens:
-            dx.add(expert.tokens, dproduct.multiplied(expert.up).rounded(low), independent_terms(dproduct.variance))
+            terms = independent_terms(dproduct.variance * expert.up.square().sum(-1))
+            dx.add(expert.tokens, dproduct.multiplied(expert.up).rounded(low), terms)
             scale = _weight_gradient(do, _output(h, expert, low), h, da, expert.weights, low)
             found["topk_weights"].largest[expert.tokens, expert.slots] = scale.largest[:, 0]
         if not of_experts:
             continue
         columns = {"w_gate_up": (dproduct, Estimate.exact(expert.x)), "w_down": (dy, h)}
         for name, (left, right) in columns.items():
-            _set(found[name], expert.name, _product_of_two(left, right).rounded(low), _terms_of(left))
+            terms = independent_terms(left.variance * right.value.square().sum(-1, keepdim=True), 0).T
+            _set(found[name], expert.name, _product_of_two(left, right).rounded(low), terms)
         for name, gradient in (("bias_gate_up", dproduct), ("bias_down", dy)):
             if name in found:
                 ones = torch.ones(gradient.value.shape[0], 1, device=do.device)
@@ -194,11 +196,6 @@ def _set(scale: Scale, place: int, estimate: Estimate, terms: Tensor | None) -> 
         )
     some = estimate.scale(torch.inf if terms is None else terms)
     scale.largest[place], scale.rms[place] = some.largest, some.rms
-
-
-def _terms_of(rows: Estimate) -> Tensor:
-    """Return how many independent errors each column has."""
-    return independent_terms(rows.variance, 0).T
 
 
 def _product_of_two(left: Estimate, right: Estimate) -> Estimate:
