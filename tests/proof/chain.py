@@ -198,7 +198,6 @@ class FakeGpu:
         limit_s: float | None,
         on_event: Any,
         env: Any,
-        on_silence: Any = None,
         reply: Any = None,
     ) -> TaskResult:
         """Answer in place of a worker."""

@@ -74,19 +74,10 @@ def test_progress_and_record_are_told_after_every_gate():
     assert record.cases[0].arms[0].reason == "the run was to end after gate import"
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"until": "corect"}, ProofError, "until must be one of sources, build"),
-        ({"gpus": ["Z80"]}, ProofError, "gpu must be one of A100"),
-        ({"baselines": ["sdpa", "sdpa"]}, ProofError, "need names of their own, got sdpa twice"),
-        ({"baselines": ["sdpa", "tea"]}, ProofError, "baseline must be one of sdpa, absent, picky, got 'tea'"),
-    ],
-)
-def test_impossible_request_is_refused_before_anything_runs(changes, error, message):
+def test_impossible_request_is_refused_before_anything_runs():
     recorder = Recorder()
-    with pytest.raises(error, match=message):
-        run_chain(request_of(**changes), recorder)
+    with pytest.raises(ProofError, match="need names of their own, got sdpa twice"):
+        run_chain(request_of(baselines=["sdpa", "sdpa"]), recorder)
     assert recorder.saved == []
 
 

@@ -10,21 +10,14 @@ from typing import Any
 
 import pytest
 
-from flashmoe_science.errors import InputError, OperatorError, SubjectError
-from flashmoe_science.proof import worker
+from flashmoe_science.errors import FlashmoeError, InputError, OperatorError, SubjectError
 from flashmoe_science.proof.gates import chain, launch
 from flashmoe_science.proof.measure.tasks import check_correct
-from flashmoe_science.proof.processes import TaskResult
-from flashmoe_science.proof.subject import user_operator as own_operator
+from flashmoe_science.proof.subject import user_operator
 from flashmoe_science.proof.subject.loading import load_operator, load_subject, operator_of
 from flashmoe_science.proof.subject.operator import Operator, Scalable
 from flashmoe_science.proof.subject.suites import load_suite
-from flashmoe_science.proof.subject.user_operator import (
-    ask_operator,
-    load_user_operator,
-    raise_blamed,
-    try_cases,
-)
+from flashmoe_science.proof.subject.user_operator import raise_blamed
 from flashmoe_science.proof.worker import describe_error
 
 from .chain import HONEST, Recorder, gate_of, request_of, run_chain
@@ -68,8 +61,7 @@ NUMBERS = itertools.count()
 @pytest.fixture(autouse=True)
 def restore(monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in ("_tried", "_tried_cases", "_guarded"):
-        monkeypatch.setattr(own_operator, name, type(getattr(own_operator, name))())
+    monkeypatch.setattr(user_operator, "_guarded", {})
 
 
 @pytest.fixture
@@ -86,13 +78,6 @@ def write(tmp_path):
     return write
 
 
-@pytest.fixture
-def no_worker(monkeypatch):
-    """Let the main process load what a worker has not seen: code may behave otherwise the second time."""
-    fine = TaskResult(ok=True, data={}, reason="", seconds=0.0, output_tail="")
-    monkeypatch.setattr(own_operator, "run_task", lambda *_, **__: fine)
-
-
 def changed(before, after):
     assert before in GOOD
     return GOOD.replace(before, after)
@@ -107,8 +92,16 @@ BROKEN = [
         "return 1 / 0\n\n\n",
         "baselines: ZeroDivisionError: division by zero ({module}.py:27 in baselines)",
     ),
-    ("return Work(", "return dict(", "its method work must return flops, a number of at least 0, got {{'flops'"),
-    ("flops=1.0", "flops=float('nan')", "its method work must return flops, a number of at least 0, got nan"),
+    (
+        "return Work(",
+        "return dict(",
+        "return flops, bytes and tokens, numbers of at least 0, got {{'flops'",
+    ),
+    (
+        "flops=1.0",
+        "flops=float('nan')",
+        "return flops, bytes and tokens, numbers of at least 0, got Work(flops=nan",
+    ),
     (
         "    def work",
         "    def as_table(self, problem):\n        return {1: {2}}\n\n    def work",
@@ -123,82 +116,31 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("before", "after", "failure"), BROKEN)
-def test_what_a_worker_says_of_broken_code(write, before, after, failure):
+def test_what_is_wrong_with_an_operator_is_said(tmp_path, write, before, after, failure):
     name = write(changed(before, after))
-    answer = ask_operator({"operator": name, "cases": [CASE]}, lambda _: None)
-    assert failure.format(module=name.partition(":")[0]) in answer["failure"]
-    assert answer["hint"]
-
-
-def test_a_worker_has_nothing_to_say_of_good_code_nor_of_a_case_that_is_refused(write):
-    assert ask_operator({"operator": write(GOOD), "cases": [CASE, {"columns": 3}]}, lambda _: None) == {}
-
-
-def test_an_operator_that_crashes_at_import_is_an_error_of_its_kernel_toml(tmp_path, write):
-    name = write("import ctypes\nctypes.string_at(0)\n")
-    (tmp_path / "kernel.toml").write_text(
-        f'[subject]\nname = "x"\noperator = "{name}"\nentry_point = "x:y"\nsources = ["x.py"]\n'
-    )
-    with pytest.raises(SubjectError) as caught:
-        load_subject(str(tmp_path))
-    said = f"operator {name} cannot be loaded: killed by SIGSEGV ({name.partition(':')[0]}.py:2 in <module>)"
-    assert str(caught.value).startswith(f"{tmp_path / 'kernel.toml'}: key subject.operator: {said}")
-    assert name.partition(":")[0] not in sys.modules
-
-
-def test_where_it_hung_is_said(monkeypatch, write):
-    tail = (
-        "Thread 0x01 (most recent call first):\n"
-        f'  File "{own_operator.__file__}", line 9 in watch\n'
-        "Current thread 0x02 (most recent call first):\n"
-        '  File "<frozen importlib._bootstrap>", line 5 in _call\n'
-        '  File "/somewhere/my_operator.py", line 2 in work\n'
-    )
-    hung = TaskResult(False, None, "no answer within 9 s", 9.0, tail, timed_out=True)
-    monkeypatch.setattr(own_operator, "run_task", lambda *_, **__: hung)
-    with pytest.raises(SubjectError, match=r"cannot be loaded: no answer within 9 s \(my_operator\.py:2 in work\)"):
-        load_user_operator(write(GOOD), timeout_s=9)
-
-
-def test_a_suite_asks_a_worker_first_about_its_cases(tmp_path, write):
-    name = write(changed("return Work(", "import os; os.kill(os.getpid(), 11)\n        return Work("))
     (tmp_path / "suite.toml").write_text(
         f'name = "x"\noperator = "{name}"\ndescription = "Made up."\n[[cases]]\nrows = 3\norigin = "made up"\n'
     )
-    with pytest.raises(SubjectError, match=r"killed by SIGSEGV \(made_up_operator_\d+\.py:15 in work\)"):
-        load_suite(str(tmp_path / "suite.toml"))
+    with pytest.raises(FlashmoeError) as caught:  # noqa: PT012 - all that is asked of an operator before a run
+        suite = load_suite(str(tmp_path / "suite.toml"))
+        operator = load_operator(name)
+        operator.baselines()
+        for case in suite.cases:
+            operator.work(case.problem)
+            operator.as_table(case.problem)
+    assert failure.format(module=name.partition(":")[0]) in str(caught.value)
+    assert caught.value.hint
 
 
-def test_cases_are_asked_about_once(monkeypatch, write):
-    asked: list[dict[str, Any]] = []
-
-    def fine(_, payload, **__):
-        asked.append(payload)
-        return TaskResult(ok=True, data={}, reason="", seconds=0.0, output_tail="")
-
-    monkeypatch.setattr(own_operator, "run_task", fine)
+def test_an_operator_of_good_code_is_what_it_is(write):
     name = write(GOOD)
-    operator = load_user_operator(name, timeout_s=9)
-    for _ in range(2):
-        try_cases(name, [CASE], timeout_s=9)
-    assert asked == [{"operator": name}, {"operator": name, "cases": [CASE]}]
+    operator = load_operator(name)
+    assert load_operator(name) is operator
     assert isinstance(operator, Operator)
     assert not isinstance(operator, Scalable)
-    assert load_operator(name) is operator
     assert operator.as_table(operator.parse_case(CASE)) == {"rows": 3, "dtype": "fp16"}
     with pytest.raises(InputError, match="columns is not a key"):
         operator.parse_case({"columns": 3})
-
-
-@pytest.mark.usefixtures("no_worker")
-def test_what_it_raises_in_the_main_process_alone_is_still_its_own_error(write):
-    operator = load_user_operator(
-        write(changed("return Work(", "raise KeyError('x')\n        return dict(")), timeout_s=9
-    )
-    with pytest.raises(SubjectError, match=r"its method work: KeyError: 'x' \(made_up_operator_\d+\.py:15 in work\)"):
-        operator.work(operator.parse_case(CASE))
-    with pytest.raises(SubjectError, match=r"cannot be loaded: RuntimeError: boom \(made_up"):
-        load_user_operator(write("raise RuntimeError('boom')"), timeout_s=9)
 
 
 def test_the_record_is_kept_where_the_chain_had_begun(monkeypatch):
@@ -265,7 +207,11 @@ IN_WORKER = [
         f"return dict(x=torch.full((3, 8), float(seed)))\n        {INPUTS}",
         "inputs must be random, and all of those of {m}:D are constant",
     ),
-    (INPUTS, f"return [3]\n        {INPUTS}", "make_inputs must return a mapping from names to tensors, got [3]"),
+    (
+        INPUTS,
+        f"return [3]\n        {INPUTS}",
+        "its method make_inputs must return a mapping from names to tensors",
+    ),
     (END, f"Mine.error_budget = lambda *_: None\n{END}", "the error budget must be a number, got None"),
 ]
 
@@ -283,13 +229,9 @@ def own_subject(tmp_path, write, code):
 
 
 @pytest.mark.parametrize(("before", "after", "failure"), IN_WORKER)
-@pytest.mark.usefixtures("no_worker")
-def test_what_an_operator_does_wrong_beside_the_kernel_is_its_own_error(
-    monkeypatch, tmp_path, write, before, after, failure
-):
+def test_what_an_operator_does_wrong_beside_the_kernel_is_its_own_error(tmp_path, write, before, after, failure):
     assert before in WHOLE
     subject, module = own_subject(tmp_path, write, WHOLE.replace(before, after))
-    monkeypatch.setattr(worker, "_child", [True])
     payload = {
         "subject": subject.to_json(),
         "cases": [{"name": "a", "problem": CASE}],
@@ -304,11 +246,9 @@ def test_what_an_operator_does_wrong_beside_the_kernel_is_its_own_error(
         raise_blamed(describe_error(caught.value))
 
 
-@pytest.mark.usefixtures("no_worker")
-def test_what_a_gpu_raises_within_an_operator_is_not_said_to_be_its_fault(monkeypatch, tmp_path, write):
+def test_what_a_gpu_raises_within_an_operator_is_not_said_to_be_its_fault(tmp_path, write):
     broken = "raise RuntimeError('CUDA error: an illegal memory access was encountered')"
     subject, _ = own_subject(tmp_path, write, WHOLE.replace(EXACT, broken))
-    monkeypatch.setattr(worker, "_child", [True])
     operator = operator_of(subject)
     with pytest.raises(RuntimeError, match="CUDA error"):
         operator.exact(operator.parse_case(CASE), {})

@@ -244,23 +244,3 @@ def test_a_command_in_another_folder_imports_what_a_relative_path_names(tmp_path
     code = "import only_here, os; print(os.environ['PYTHONPATH'])"
     done = run_command([sys.executable, "-c", code], cwd=str(tmp_path), timeout_s=LIMIT_S)
     assert done.output_tail.strip() == os.pathsep.join([str(tmp_path / "here" / "packages"), "/nowhere"])
-
-
-def test_an_interrupt_while_a_command_starts_leaves_no_process(monkeypatch):
-    started: list[int] = []
-
-    class Interrupted(ProcessGroup):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            started.append(self.process.pid)
-            signal.raise_signal(signal.SIGINT)  # before anybody holds what was started
-
-    monkeypatch.setattr(processes, "ProcessGroup", Interrupted)
-    outside = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in a shell's background ignores it
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            run_command([sys.executable, "-c", "import time; time.sleep(600)"], cwd=".", timeout_s=600)
-        assert wait_until_dead(started[0])
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, outside)

@@ -263,7 +263,7 @@ def _request(wanted: SimpleNamespace, name: str, repository: Path | None, resume
         raise InputError(f"time limit must be a number of seconds above 0, got {wanted.time_limit:g}", hint=hint)
     subject = load_subject(name, time_limit=wanted.time_limit)
     beside = suite_beside(subject) if resume is None and "suite" not in wanted.given else None
-    suite = load_suite(str(beside or wanted.suite), timeout_s=subject.limits.import_s)
+    suite = load_suite(str(beside or wanted.suite))
     baselines, known = list(dict.fromkeys(split(wanted.baseline))), list(operator_of(subject).baselines())
     for baseline in baselines:
         check_name("baseline", baseline, known)

@@ -47,7 +47,7 @@ _BOOT = "import sys; sys.path[:] = sys.argv[3:]; from flashmoe_science.proof.wor
 Emit = Callable[[dict[str, Any]], None]
 Reply = Callable[[dict[str, Any]], dict[str, Any]]
 
-_child: list[Reply] = []  # not empty: this process is a worker, and so it asks its parent, alone or with all ranks
+_child: list[Reply] = []  # of a worker: what asks its parent, alone or with all ranks
 _place = [0, 1]  # rank, and ranks
 
 
@@ -73,7 +73,6 @@ def run_task(
     limit_s: float | None = None,
     on_event: Callable[[dict[str, Any]], None] | None = None,
     env: Mapping[str, str] | None = None,
-    on_silence: Callable[[float], None] | None = None,
     reply: Reply | None = None,
 ) -> TaskResult:
     """Run ``task`` in a fresh process and wait for it.
@@ -85,22 +84,18 @@ def run_task(
         limit_s: the longest time in all.
         on_event: called here with every event that the task emits.
         env: variables added to this process's environment.
-        on_silence: called here now and then with the seconds since the last event, or since the start.
         reply: called here with what the task asks by ``ask``; returns plain JSON values.
 
     Returns:
-        The outcome. Only ``on_event``, ``on_silence`` and Ctrl-C raise here, after the process is gone.
+        The outcome. Only ``on_event`` and Ctrl-C raise here, after the process is gone.
     """
     call = TaskCall(task, payload, timeout_s, limit_s, env or {}, reply)
     handler = None if on_event is None else lambda _, event: on_event(event)
-    return run_tasks([call], on_event=handler, on_silence=on_silence)[0]
+    return run_tasks([call], on_event=handler)[0]
 
 
 def run_tasks(
-    calls: Sequence[TaskCall],
-    *,
-    on_event: Callable[[int, dict[str, Any]], None] | None = None,
-    on_silence: Callable[[float], None] | None = None,
+    calls: Sequence[TaskCall], *, on_event: Callable[[int, dict[str, Any]], None] | None = None
 ) -> list[TaskResult]:
     """Run several tasks at the same time, each in a process of its own; ``on_event`` gets the index of the call too.
 
@@ -125,8 +120,6 @@ def run_tasks(
                     if child.is_over(died=died):
                         selector.unregister(key.fileobj)
                         results[key.data] = child.finish()
-                    elif on_silence is not None:
-                        on_silence(child.silent_s)
                 failed = any(not result.ok for result in results.values())
                 if not failed:
                     _let_meet(children, results)
@@ -242,11 +235,6 @@ class _Child:
         brought = self.brought or {"step": "no step", "value": None}
         return f"{brought['step']}, with {brought['value']}" if brought["value"] else str(brought["step"])
 
-    @property
-    def silent_s(self) -> float:
-        """For how long it has said nothing."""
-        return time.monotonic() - self._deadline + self._timeout_s
-
     def has_died(self) -> bool:
         """Return whether the process is gone; what it forked may still hold its answer pipe."""
         return self._group.process.poll() is not None
@@ -298,11 +286,6 @@ class _Child:
             if (handle := getattr(self, name)) >= 0:
                 setattr(self, name, -1)
                 os.close(handle)
-
-
-def in_worker() -> bool:
-    """Return whether this process is a worker."""
-    return bool(_child)
 
 
 def ask(question: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from ..text import counted, few
 from .run import NO_GPU, Outcome, Run, failed, not_possible, passed
 
 _MOST_CRASHES = 3  # then the cases left are not checked: each crash costs a process of its own
-_TELL_S = 2.0  # of silence between two words on it
 
 
 @dataclass
@@ -134,24 +133,11 @@ def _check_all(run: Run, device: str, seed: int, answers: str) -> _Checks:
         run.progress.advance(len(checks.results), len(run.todo), checks.under_way)
 
     timeout_s = getattr(run.subject.limits, limit)
-    told_s = 0.0  # a borrowed machine tells over the network
-
-    def on_silence(seconds: float) -> None:
-        nonlocal told_s
-        if seconds < told_s:
-            told_s = 0.0
-        if seconds >= told_s + _TELL_S:
-            told_s = seconds
-            label = f"{checks.under_way or 'starting'} for {seconds:.0f} s (limit {timeout_s:g} s)"
-            run.progress.advance(len(checks.results), len(run.todo), label)
-
     while checks.left:
         checks.under_way = ""
         tables = [run.case_table(name) for name in checks.left]
         payload = run.payload(device=device, seed=seed, cases=tables, answers=answers)
-        result = run.run_task(
-            "tasks:check_correct", payload, timeout_s=timeout_s, on_event=on_event, on_silence=on_silence
-        )
+        result = run.run_task("tasks:check_correct", payload, timeout_s=timeout_s, on_event=on_event)
         checked = {case["name"] for case in checks.results}
         checks.left = [name for name in checks.left if name not in checked]
         if result.ok:

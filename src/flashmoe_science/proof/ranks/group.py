@@ -19,7 +19,6 @@ def run_ranks(
     replies: Sequence[Reply | None],
     limit_s: float | None = None,
     on_event: Callable[[dict[str, Any]], None] | None = None,
-    on_silence: Callable[[float], None] | None = None,
     env: Mapping[str, str] | None = None,
 ) -> TaskResult:
     """Run ``task`` of ``tasks`` by all ranks, with the environment that ``torchrun`` makes, and wait for them.
@@ -41,9 +40,7 @@ def run_ranks(
         )
         for rank in range(ranks)
     ]
-    results = run_tasks(
-        calls, on_event=None if on_event is None else lambda _, event: on_event(event), on_silence=on_silence
-    )
+    results = run_tasks(calls, on_event=None if on_event is None else lambda _, event: on_event(event))
     if all(result.ok for result in results):
         return results[0]
     return _failed(results)

@@ -105,7 +105,7 @@ def run_request(table: dict[str, Any], tree: Path, send: Send, receive: Receive)
     subject = load_subject(_in_tree(wanted.subject, tree), time_limit=wanted.time_limit)
     request = ProveRequest(
         subject=subject,
-        suite=load_suite(_in_tree(wanted.suite, tree), timeout_s=subject.limits.import_s),
+        suite=load_suite(_in_tree(wanted.suite, tree)),
         **{name: getattr(wanted, name) for name in AS_IT_IS},
         repository=None if wanted.repository is None else tree / wanted.repository,
         run=wanted.run,

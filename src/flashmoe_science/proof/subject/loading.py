@@ -18,11 +18,10 @@ from ...gpu.specs import SPECS, find_gpu
 from ..records.evidence import Record, SubjectInfo
 from ..records.toml_files import read_toml
 from ..text import did_you_mean
-from ..worker import in_worker
 from .operator import ours, stress_draws_of
 from .registry import BUILTIN_OPERATORS, find_operator, is_user_defined
 from .subject import PACKAGE_FOLDER, PYTHON, KernelPromise, Limits, Subject, add_python_path, load_attribute
-from .user_operator import find_user_operator, load_user_operator
+from .user_operator import load_user_operator
 
 if TYPE_CHECKING:
     from .operator import Operator
@@ -241,7 +240,7 @@ def operator_of(subject: Subject) -> Operator:
     """Return the operator that ``subject`` implements; a user's own is looked for on the subject's ``python_path``."""
     if is_user_defined(subject.operator):
         add_python_path(subject)
-    operator = load_operator(subject.operator, timeout_s=subject.limits.import_s)
+    operator = load_operator(subject.operator)
     if subject.checkout is None:
         return operator
     from .revision_import import at_revision
@@ -249,15 +248,9 @@ def operator_of(subject: Subject) -> Operator:
     return at_revision(operator, subject)
 
 
-def load_operator(name: str, *, timeout_s: float = 300.0) -> Operator:
-    """Return the operator called ``name``; outside of workers a user's own is tried in one first.
-
-    ``timeout_s``: the longest silence of that worker. Raises ``SubjectError`` where there is none, it does not fit, or
-    its code raises, hangs or crashes.
-    """
-    if not is_user_defined(name):
-        return find_operator(name)
-    return find_user_operator(name) if in_worker() else load_user_operator(name, timeout_s=timeout_s)
+def load_operator(name: str) -> Operator:
+    """Return the operator called ``name``. Raises ``SubjectError``: there is none, it does not fit, or it raises."""
+    return load_user_operator(name) if is_user_defined(name) else find_operator(name)
 
 
 def load_entry(subject: Subject) -> Callable[..., Any]:

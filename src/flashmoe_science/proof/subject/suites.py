@@ -16,10 +16,9 @@ from ...errors import InputError, SubjectError, SuiteError, page
 from ..records.evidence import Record
 from ..records.toml_files import read_toml
 from ..text import did_you_mean
-from ..worker import in_worker
 from .loading import load_operator
 from .registry import is_user_defined
-from .user_operator import cause_of, try_cases
+from .user_operator import cause_of
 
 if TYPE_CHECKING:
     from .subject import Subject
@@ -73,11 +72,10 @@ def list_suites() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.toml"), key=lambda path: path.stem)}
 
 
-def load_suite(name_or_path: str, *, timeout_s: float = 300.0) -> Suite:
+def load_suite(name_or_path: str) -> Suite:
     """Return the packaged suite of this name, or the one in this file.
 
-    ``timeout_s``: the longest silence of a worker that asks a user's own operator about the cases. Raises
-    ``SuiteError`` where there is no such suite, or the file is wrong (names file, key and the expected value).
+    Raises ``SuiteError`` where there is no such suite, or the file is wrong (names file, key and the expected value).
     """
     packaged = list_suites()
     path = packaged.get(name_or_path, Path(name_or_path))
@@ -85,7 +83,7 @@ def load_suite(name_or_path: str, *, timeout_s: float = 300.0) -> Suite:
         hint = did_you_mean(name_or_path, packaged, f"give the path of a suite file, see {page('reference/suites')}")
         raise SuiteError(f"suite must be one of {', '.join(packaged)} or a file, got {name_or_path!r}", hint=hint)
     file = read_toml(path, _SuiteFile, SuiteError, hint=_HINT)
-    return Suite(file.name, file.operator, file.description, _parse_cases(file, path, timeout_s), path)
+    return Suite(file.name, file.operator, file.description, _parse_cases(file, path), path)
 
 
 def suite_beside(subject: Subject) -> Path | None:
@@ -150,20 +148,17 @@ def operator_in(path: Path) -> str:
     return _name_and_operator(path)[1]
 
 
-def _parse_cases(file: _SuiteFile, path: Path, timeout_s: float) -> tuple[SuiteCase, ...]:
+def _parse_cases(file: _SuiteFile, path: Path) -> tuple[SuiteCase, ...]:
     if is_user_defined(file.operator) and (beside := str(path.resolve().parent)) not in sys.path:
         sys.path.append(beside)  # a user's own operator may lie beside its suite
     try:
-        operator = load_operator(file.operator, timeout_s=timeout_s)
+        operator = load_operator(file.operator)
     except (SubjectError, ImportError) as error:
         message = error.message if isinstance(error, SubjectError) else cause_of(error)
         raise SuiteError(f"{path}: key operator: {message}", hint=_HINT) from error
-    tables = [{**file.defaults, **own} for own in file.cases]
-    if is_user_defined(file.operator) and not in_worker():
-        asked = [_without(table, "origin", "name") for table in tables]
-        try_cases(file.operator, asked, timeout_s=timeout_s)
     cases: dict[str, SuiteCase] = {}
-    for index, table in enumerate(tables):
+    for index, own in enumerate(file.cases):
+        table = {**file.defaults, **own}
         key = f"{path}: key cases.{index}"
         origin, name = table.pop("origin", None), table.pop("name", None)
         if not isinstance(origin, str) or not origin:
@@ -179,7 +174,3 @@ def _parse_cases(file: _SuiteFile, path: Path, timeout_s: float) -> tuple[SuiteC
             raise SuiteError(f"{key}: the name {name!r} is taken by an earlier case", hint="give it a name of its own")
         cases[name] = SuiteCase(name, problem, origin)
     return tuple(cases.values())
-
-
-def _without(table: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {key: value for key, value in table.items() if key not in names}
