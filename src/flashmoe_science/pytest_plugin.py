@@ -90,13 +90,11 @@ class _Claims:
 
 def _missing(error: ModuleNotFoundError) -> str:
     """Return what to say of a module that is not there: the harness's, or one that an operator of the user's needs."""
-    from .cli import EXTRA, KERNELS
+    from .cli import EXTRA, KERNELS, missing_hint
 
     name = error.name or "a module"
-    if name in EXTRA:
-        return f"{name} is not installed\nhint: in a clone: pip install -e '.[proof]'"
-    if name in KERNELS:
-        return f"{name} is not installed\nhint: pip install '{KERNELS[name]}'"
+    if name in EXTRA | KERNELS:
+        return f"{name} is not installed\nhint: {missing_hint(name)}"
     hint = "a suite or a record names an operator that needs it: put its folder on the option pythonpath of pytest"
     return f"there is no module {name}\nhint: {hint}"
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import typer.main
 
-from flashmoe_science import cli
 from flashmoe_science.errors import CompileError, TooFewRoundsError
 
 from ..proof.claim_builders import claim_toml
@@ -147,32 +146,16 @@ def test_a_fault_of_ours_is_no_verdict(run, monkeypatch):
     assert json.loads(out)["error"]["type"] == "ZeroDivisionError"
 
 
-def test_missing_packages_are_named_with_the_command_that_installs_them():
-    blocked = "import sys; sys.modules.update({'typer': None, 'scipy': None, 'torch': None}); "
+@pytest.mark.parametrize("missing", ["typer", "scipy"])
+def test_a_missing_package_is_named_with_the_command_that_installs_it(missing):
+    blocked = f"import sys; sys.modules['{missing}'] = None; "
     done = run_process("verify", "--json", code=blocked + "from flashmoe_science.cli import main; sys.exit(main())")
     assert done.returncode == 2
-    only = "pip install 'scipy>=1.11.4' 'torch>=2.9' 'typer>=0.15'"
     assert done.stderr.splitlines() == [
-        "error: flashmoe needs packages that are not installed: scipy, torch, typer",
-        f"hint: in a clone: pip install -e '.[proof]'; or only these: {only}",
+        f"error: {missing} is not installed",
+        "hint: in a clone: pip install -e '.[proof]'",
     ]
     assert json.loads(done.stdout)["exit_code"] == 2
-
-
-@pytest.mark.parametrize(("args", "said"), [(["--version"], "flashmoe "), (["--help"], "prove "), ([], "prove ")])
-def test_help_and_version_need_no_package(args, said):
-    blocked = "import sys; sys.modules.update({'typer': None, 'pydantic': None, 'rich': None, 'torch': None}); "
-    done = run_process(*args, code=blocked + "from flashmoe_science.cli import main; sys.exit(main())")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert said in done.stdout
-
-
-def test_what_is_missed_is_what_pyproject_says():
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    elsewhere = {"tomli>=2"}
-    for name, known in (("dependencies", cli.KERNELS), ("proof", cli.EXTRA)):
-        found = text.partition(f"\n{name} = [\n")[2].partition("\n]")[0]
-        assert set(re.findall(r'^    "([^";]+)', found, re.MULTILINE)) - elsewhere == set(known.values()) - elsewhere
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def on_hosts(run, repository, monkeypatch, budgets):
 
 def test_one_machine_looks_like_this_one(on_hosts, repository):
     record = build_record(speedups=[2.3, 3.0], day=1)
-    code, out, err = on_hosts({"me@gpu": (record, None)})
+    code, out, _ = on_hosts({"me@gpu": (record, None)})
     lines = out.splitlines()
     assert code == 0
     assert lines[0] == "proving flash_attention on suite seed (13 cases), against sdpa"
@@ -62,7 +62,6 @@ def test_one_machine_looks_like_this_one(on_hosts, repository):
     assert lines[-4].startswith("demonstrated  ")
     assert "; estimated $" in lines[-2]
     assert lines[-1] == f"record: evidence/{record.id}.json.gz"
-    assert err.splitlines()[-1] == "me@gpu: NVIDIA H200, held for 1.5 min, 0.0 min of them with the GPU at work"
     assert (repository / "evidence" / f"{record.id}.json.gz").exists()
 
 

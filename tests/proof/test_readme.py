@@ -271,10 +271,10 @@ def test_the_default_pages_are_the_readme_and_what_has_marks_in_docs(repository)
     [
         (
             ["x", CASES[0], "old"],
-            r"md:2: expected the lines <!-- cases:begin --> and <!-- cases:end -->, got the first",
+            r"md:2: expected the line <!-- cases:end --> too",
         ),
         ([CASES[0], VERDICTS[1]], r"md:2: expected the line <!-- cases:end -->, got <!-- verdicts:end -->"),
-        (["# Title"], r"md: expected the lines .* or <!-- verdicts:begin --> and .* and <!-- rules:end -->, got none"),
+        (["# Title"], r"md: expected marks such as <!-- summary:begin -->, got none"),
     ],
 )
 def test_marks_that_are_not_in_pairs_are_refused_with_their_line(repository, lines, message):

@@ -124,8 +124,8 @@ def test_a_wrong_file_is_refused_with_the_revision_and_no_temporary_folder(repos
     assert "flashmoe-compare" not in str(refused.value)
 
 
-def with_package(repository, operator=None, tag="packaged", *, place="operators/attention.py"):
-    """Commit a copy of our own package, or one with this operator in this place."""
+def with_package(repository, operator=None, tag="packaged"):
+    """Commit a copy of our own package, or one with this operator."""
     target = repository / "src" / PACKAGE_FOLDER.name
     shutil.rmtree(target, ignore_errors=True)
     for room in ("attention", "distributed", "gpu", "moe", "operators"):
@@ -133,9 +133,7 @@ def with_package(repository, operator=None, tag="packaged", *, place="operators/
     for file in ("__init__.py", "errors.py", "flops.py"):
         shutil.copy(PACKAGE_FOLDER / file, target / file)
     if operator is not None:
-        if not place.startswith("operators"):  # as it was once
-            shutil.rmtree(target / "operators")
-        (target / place).write_text(operator)
+        (target / "operators" / "attention.py").write_text(operator)
     return commit(repository, {}, tag=tag)
 
 
@@ -157,12 +155,11 @@ def test_our_own_subject_at_two_revisions_is_that_of_each_checkout(repository):
             subjects_at("forward_tritn", *found)
 
 
-@pytest.mark.parametrize("place", ["operators/attention.py", "attention/operator.py"])
 @pytest.mark.parametrize(
     ("operator", "reason"), [("1 / 0", "ZeroDivisionError"), ("OPERATOR = 3", "must offer an object OPERATOR")]
 )
-def test_our_own_package_with_an_operator_that_does_not_fit_is_refused(repository, operator, reason, place):
-    with_package(repository, operator, place=place)
+def test_our_own_package_with_an_operator_that_does_not_fit_is_refused(repository, operator, reason):
+    with_package(repository, operator)
     with (
         checked_out(repository, *asked(repository, "packaged", "packaged")) as found,
         pytest.raises(SubjectError) as refused,

@@ -6,67 +6,42 @@ verbs are in ``app.py``.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import re
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any, cast
 
-from .. import __version__
 from ..errors import CompileError, FlashmoeError, MachineLostError, TooFewRoundsError
 from ..proof.text import foreign
 from .exit_codes import BUG, GATE_FAILED, HOLDS, INCONCLUSIVE, INTERRUPTED, USAGE
-from .verbs import VERBS
 
-# Module -> requirement, as in pyproject.toml: what the kernels need, and what the extra `proof` installs.
-KERNELS = {"torch": "torch>=2.9", "triton": "triton>=3.6,<3.10"}
-EXTRA = {
-    "jinja2": "jinja2>=3.1",
-    "markdown_it": "markdown-it-py>=3",
-    "numpy": "numpy>=1.26,<2.4",
-    "packaging": "packaging>=24",
-    "pydantic": "pydantic>=2.8",
-    "pynvml": "nvidia-ml-py>=12.560",
-    "rich": "rich>=13.7",
-    "scipy": "scipy>=1.11.4",
-    "tomlkit": "tomlkit>=0.13",
-    "typer": "typer>=0.15",
-}
-if sys.version_info < (3, 11):
-    EXTRA["tomli"] = "tomli>=2"
+# Modules that the kernels need, and that the extra `proof` installs.
+KERNELS = frozenset({"torch", "triton"})
+EXTRA = frozenset(
+    {"jinja2", "markdown_it", "numpy", "packaging", "pydantic", "pynvml", "rich", "scipy", "tomli", "tomlkit", "typer"}
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: that of the process) and return its exit code."""
     args = list(sys.argv[1:] if argv is None else argv) or ["--help"]
-    if missing := _missing(EXTRA):
-        if args == ["--version"]:
-            print(f"flashmoe {__version__}")
-            return HOLDS
-        if args[0] in ("--help", "-h"):
-            print("Usage: flashmoe VERB ...\n\nProve what a GPU kernel does, and how fast it is.\n\nCommands:")
-            print("\n".join(f"  {verb:<10}{text}" for verb, (_, text) in VERBS.items()))
-            print(f"\nMost of them need packages that are not installed: pip install {_quoted(missing)}")
-            return HOLDS
-        return _report_missing(sorted([*missing, *_missing(KERNELS)]), args)
+    if find_spec("typer") is None:
+        return _report_missing("typer", args)
     return _run(args)
-
-
-def _missing(requirements: Mapping[str, str]) -> list[str]:
-    return [text for module, text in requirements.items() if importlib.util.find_spec(module) is None]
 
 
 def _run(args: list[str]) -> int:
     import typer
 
     from ..proof.processes import stopped_by_signals
-    from .app import app
 
     usage_error = cast("type[Exception]", typer.BadParameter.__base__)  # UsageError has no public name in typer
     try:
+        from .app import app
+
         with stopped_by_signals():
             code = app(args, prog_name="flashmoe", standalone_mode=False, obj=args)
     except usage_error as error:
@@ -82,9 +57,9 @@ def _run(args: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):  # which of these two, or an exit code, depends on the version of typer
         code = INTERRUPTED
     except Exception as error:  # noqa: BLE001 - a bug: its traceback is shown, and its exit code is no verdict
-        if isinstance(error, ModuleNotFoundError) and error.name in KERNELS:
-            hint = f"pip install '{KERNELS[error.name]}'"
-            return _report(args, type(error).__name__, f"{error.name} is not installed", hint, USAGE)
+        module = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        if module in KERNELS | EXTRA:
+            return _report_missing(module, args)
         print(foreign(traceback.format_exc()), file=sys.stderr)
         what = f"{type(error).__name__}: {error}"
         return _report(args, type(error).__name__, f"this is a bug in flashmoe: {what}", "please report it", BUG)
@@ -99,15 +74,13 @@ def _exit_code(error: FlashmoeError) -> int:
     return INCONCLUSIVE if isinstance(error, (MachineLostError, TooFewRoundsError)) else USAGE
 
 
-def _quoted(requirements: Sequence[str]) -> str:
-    return " ".join(map(repr, requirements))
+def missing_hint(module: str) -> str:
+    """Return what installs a module of ``KERNELS`` or ``EXTRA``."""
+    return f"pip install {module}" if module in KERNELS else "in a clone: pip install -e '.[proof]'"
 
 
-def _report_missing(missing: list[str], args: list[str]) -> int:
-    names = ", ".join(re.split("[<>]", text)[0] for text in missing)
-    message = f"flashmoe needs packages that are not installed: {names}"
-    hint = f"in a clone: pip install -e '.[proof]'; or only these: pip install {_quoted(missing)}"
-    return _report(args, "ModuleNotFoundError", message, hint, USAGE)
+def _report_missing(module: str, args: list[str]) -> int:
+    return _report(args, "ModuleNotFoundError", f"{module} is not installed", missing_hint(module), USAGE)
 
 
 def _report(args: list[str], kind: str, message: str, hint: str, code: int) -> int:

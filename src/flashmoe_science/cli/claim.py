@@ -124,7 +124,7 @@ def _write_claims(
     where, ids = short_path(path), ", ".join(claim.id for claim in claims)
     terminal.show("", f"{where}: {ids} written" if written else f"nothing was written to {where}", count_line(verdicts))
     if not written:
-        hints = dict.fromkeys(filter(None, (way_out(verdict, record, records, repository) for verdict in verdicts)))
+        hints = dict.fromkeys(filter(None, (way_out(verdict, record, repository) for verdict in verdicts)))
         if too_few:
             said = (
                 f"a new claim needs {PROCESSES_OF_A_CLAIM} processes, as fewer miss slow modes, and the run has {few}"

@@ -106,8 +106,6 @@ def _settle(result: HostResult, request: ProveRequest, terminal: Terminal, store
     """Book and print for how long a machine was held."""
     if result.record is not None or result.reached:
         _book_set_up(request, result.record, result.seconds, terminal, store)
-    if result.record is not None:
-        terminal.log.print(_held(result), style="dim", soft_wrap=True)
 
 
 def _book_set_up(
@@ -134,17 +132,6 @@ def _write_junit(results: Sequence[HostResult], path: Path, repository: Path | N
     verdicts = [verdict for record in records for verdict in conclude(record, repository)]
     errors = {result.host.name: str(result.error) for result in results if result.error is not None}
     write_junit(path, junit_xml(verdicts, records, errors=errors))
-
-
-def _held(result: HostResult) -> str:
-    """Return for how long a machine was held, and its GPU."""
-    assert result.record is not None
-    gpu = result.record.environment.gpu
-    held = f"held for {result.seconds / 60:.1f} min"
-    if gpu is None:
-        return f"{result.host.name}: no GPU, {held}"
-    seconds = sum(gate.gpu_seconds for gate in result.record.gates)
-    return f"{result.host.name}: {gpu.name}, {held}, {seconds / 60:.1f} min of them with the GPU at work"
 
 
 def _conclude_all(

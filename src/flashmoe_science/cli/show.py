@@ -6,7 +6,6 @@ What needs torch is imported where it is needed: a listing should not wait for i
 from __future__ import annotations
 
 import functools
-import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -404,7 +403,7 @@ def readme(
       0  the tables are current    1  --check found one out of date    2  a file lacks the marks
     """
     from ..proof.judge.staleness import ANOTHER_COPY, OWN_COPY, is_of_another_copy
-    from ..proof.report.readme import default_pages, find_sections, judge_repository, read_page, render_readme
+    from ..proof.report.readme import default_pages, judge_repository, read_page, render_readme
 
     terminal = Terminal(as_json=as_json)
     repository = find_repository() or Path.cwd()
@@ -419,22 +418,13 @@ def readme(
         current = before == text
         if not current and not check:
             write_file(path, text)
-        titles = list(dict.fromkeys(section.title for section in find_sections(path, before)))
-        several = len(titles) > 1 or titles[0].startswith("the tables")
-        verb = "are" if several else "is"
-        said = f"{verb} current" if current else f"{verb} out of date" if check else "rewritten"
-        terminal.show(f"{short_path(path)}: {' and '.join(titles)} {said}")
+        terminal.show(f"{short_path(path)}: {'current' if current else 'out of date' if check else 'rewritten'}")
         done = {"current": current or not check, "rewritten": not current and not check}
         written.append({"path": short_path(path), **done})
     all_current = all(page["current"] for page in written)
     if not all_current:
-        named = "".join(f" {shlex.quote(str(path))}" for path in paths or ())
-        late = sum(not page["current"] for page in written)
-        terminal.log.print(f"hint: flashmoe readme{named} rewrites {'it' if late == 1 else 'them'}", soft_wrap=True)
-    # The document of one page keeps its form from when there was only one.
-    rewritten = any(page["rewritten"] for page in written)
-    several_pages = {"pages": written, "current": all_current, "rewritten": rewritten}
-    terminal.document(written[0] if len(written) == 1 else several_pages)
+        terminal.log.print("hint: flashmoe readme without --check rewrites what is out of date", soft_wrap=True)
+    terminal.document({"pages": written, "current": all_current})
     raise typer.Exit(0 if all_current else OUT_OF_DATE)
 
 

@@ -70,11 +70,6 @@ class Section:
     last: int
 
     @property
-    def title(self) -> str:
-        """A name of its content for a message."""
-        return _SECTIONS[self.kind][0]
-
-    @property
     def body(self) -> slice:
         """Where the lines between the marks are in a list of the page's lines."""
         return slice(self.first, self.last - 1)
@@ -128,17 +123,10 @@ def find_sections(path: Path, text: str) -> list[Section]:
             expected = f"the line <!-- {opened[1]}:end -->" if opened else f"<!-- {kind}:begin --> before it"
             raise ProofError(f"{path}:{line}: expected {expected}, got <!-- {kind}:{place} -->", hint=_HINT)
     if opened is not None:
-        raise ProofError(
-            f"{path}:{opened[0]}: expected the lines {' and '.join(_pair(opened[1]))}, got the first alone", hint=_HINT
-        )
+        raise ProofError(f"{path}:{opened[0]}: expected the line <!-- {opened[1]}:end --> too", hint=_HINT)
     if not found:
-        pairs = " or ".join(" and ".join(_pair(kind)) for kind in get_args(SectionKind))
-        raise ProofError(f"{path}: expected the lines {pairs}, got none of them", hint=_HINT)
+        raise ProofError(f"{path}: expected marks such as <!-- summary:begin -->, got none", hint=_HINT)
     return found
-
-
-def _pair(kind: str) -> tuple[str, str]:
-    return f"<!-- {kind}:begin -->", f"<!-- {kind}:end -->"
 
 
 def _marks(text: str) -> Iterator[tuple[int, SectionKind, str]]:
@@ -169,7 +157,7 @@ def render_readme(path: Path, judged: Callable[[Path], Judged] = judge_repositor
     way = Path(os.path.relpath(repository, path.resolve().parent)).as_posix()
     up = "" if way == "." else f"{way}/"  # what a link needs before a path from the repository's root
     for section in reversed(sections):
-        lines[section.body] = _SECTIONS[section.kind][1](*made, up).split("\n")[:-1]
+        lines[section.body] = _SECTIONS[section.kind](*made, up).split("\n")[:-1]
     return "\n".join(lines)
 
 
@@ -443,10 +431,10 @@ def row(*cells: str) -> str:
     return "| " + " | ".join(_UNESCAPED_BAR.sub(r"\|", cell).replace("\n", " ") for cell in cells) + " |"
 
 
-_SECTIONS: dict[SectionKind, tuple[str, Callable[[Sequence[Verdict], Mapping[str, Record], str | None], str]]] = {
-    "summary": ("the table of runs", summary_section),
-    "slower": ("the table of slower cases", slower_section),
-    "verdicts": ("the table of claims", claim_section),
-    "cases": ("the tables of cases", case_section),
-    "rules": ("the table of rules", rule_section),
+_SECTIONS: dict[SectionKind, Callable[[Sequence[Verdict], Mapping[str, Record], str | None], str]] = {
+    "summary": summary_section,
+    "slower": slower_section,
+    "verdicts": claim_section,
+    "cases": case_section,
+    "rules": rule_section,
 }

@@ -74,13 +74,8 @@ def find_operator(name: str) -> Operator:
 
 
 def module_at_revision(package: str, name: str) -> str:
-    """Return the module of our operator ``name`` in a revision of ours; old ones have a folder for each."""
-    try:
-        modules: Mapping[str, str] = importlib.import_module(f"{package}.operators").MODULES
-    except ModuleNotFoundError as error:
-        if error.name != f"{package}.operators":  # it is there, and misses another
-            raise
-        return f"{package}.{name}.operator"
+    """Return the module of our operator ``name`` in a revision of ours."""
+    modules: Mapping[str, str] = importlib.import_module(f"{package}.operators").MODULES
     return f"{package}.operators.{modules.get(name, name)}"
 
 
