@@ -18,11 +18,11 @@ from ..mixed.plan import (
 )
 from ..problem import AttentionProblem
 from ..tiles import ForwardConfig, Plan, cdiv
-from .plan_sm90 import hopper_plan, hopper_refusal, hopper_underfills
+from .plan_sm90 import HOPPER_WIDEST, hopper_plan, hopper_refusal, hopper_underfills
 from .short_plan import short_passed_over, short_plan, short_refusal, short_slower_than_hopper
 from .triton_plan import forward_plan
 from .variants_plan import FEATURES_KERNEL, variants_passed_over, variants_plan, variants_refusal
-from .wide_plan import WIDE_KERNEL, wide_plan, wide_refusal
+from .wide_plan import WIDE_KERNEL, wide_plan, wide_refusal, wide_underfills
 
 MAX_HEAD_DIM = 512
 KERNELS = (
@@ -141,6 +141,11 @@ def _auto_plan(problem: AttentionProblem, gpu: GpuSpec) -> Plan:
         if refusal is None:
             return hopper_plan(problem, gpu, passed)
         passed += f", forward_gluon_sm90 too ({refusal})"
+        if max(problem.head_dim, problem.head_dim_v) > HOPPER_WIDEST:
+            refusal = wide_refusal(problem, gpu) or wide_underfills(problem, gpu)
+            if refusal is None:
+                return wide_plan(problem, gpu, passed)
+            passed += f", {WIDE_KERNEL} too ({refusal})"
     return forward_plan(problem, gpu, passed)
 
 

@@ -19,7 +19,7 @@ _HOPPER_L2_BYTES = 32 << 20  # of K and V of a group of heads: what FlashAttenti
 # Rows, keys, tiles: a sum of two of them, rounded up, stays in 32 bits. So does the count of key tiles over all row
 # tiles of a program, at about 1 us each in any call of less than half an hour.
 _HOPPER_MAX = 2**29
-_WIDEST = 256
+HOPPER_WIDEST = 256
 
 # Where row tiles do not fill the GPU, forward_triton may split the keys, in two kernels. Per head width and mask: the
 # row tiles on 132 SMs up to which splitting is faster, and the cost of the merge in row tiles x keys. Measured on an
@@ -218,8 +218,8 @@ def hopper_call_refusal(problem: AttentionProblem, gpu: GpuSpec, tiles: int) -> 
 
 
 def _head_dim_refusal(problem: AttentionProblem) -> str | None:
-    if max(problem.head_dim, problem.head_dim_v) > _WIDEST:
-        return f"it serves head dimensions up to {_WIDEST}"
+    if max(problem.head_dim, problem.head_dim_v) > HOPPER_WIDEST:
+        return f"it serves head dimensions up to {HOPPER_WIDEST}"
     if problem.head_dim % 8 or problem.head_dim_v % 8:
         return "it serves head dimensions that are multiples of 8 (TMA steps by 16 bytes)"
     return None

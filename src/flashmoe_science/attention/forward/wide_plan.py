@@ -11,6 +11,10 @@ from .plan_sm90 import hopper_call_refusal
 WIDE_KERNEL = "forward_wide_gluon_sm90"
 _WIDTHS = range(257, 513)
 WIDE_ROWS = 128  # of two warpgroups
+# The part of the SMs that is full enough. 64 programs on the 132 SMs of an H100 took 507 us with 16k keys, and
+# forward_triton, which splits them, 752; fewer programs were not tried (lab/hopper/19_head_size_512_h100.txt).
+_FULL_ENOUGH = 0.48
+_FEW_ROWS = 64
 _HALVES = 2  # of the columns of V: a program has one
 
 
@@ -24,6 +28,16 @@ def wide_refusal(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
 def wide_tiles(problem: AttentionProblem) -> int:
     """Return how many row tiles there are; each has two programs."""
     return cdiv(problem.seqlen_q, WIDE_ROWS) * problem.batch * problem.heads
+
+
+def wide_underfills(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
+    """Return why ``forward_triton``, which has smaller tiles and can split the keys, is left to serve it, or None."""
+    if problem.seqlen_q <= _FEW_ROWS:
+        return f"most of a row tile of {WIDE_ROWS} would be empty"
+    programs = _HALVES * wide_tiles(problem)
+    if programs >= _FULL_ENOUGH * gpu.sms:
+        return None
+    return f"its {programs} programs do not fill {gpu.sms} SMs, and it does not split the keys"
 
 
 def wide_plan(problem: AttentionProblem, gpu: GpuSpec, why: str) -> Plan:
