@@ -26,7 +26,7 @@ from flashmoe_science.proof.cost.cost import (
     size_of,
     spent_seconds,
 )
-from flashmoe_science.proof.records.documents import documents_in, name_of, read_record
+from flashmoe_science.proof.records.documents import documents_in, read_record
 from flashmoe_science.proof.records.evidence import Arm, Compared, Resumed, Revision
 from flashmoe_science.proof.records.ledger import GPU_GATES, Entry
 from flashmoe_science.proof.records.store import Archive, Store
@@ -49,45 +49,23 @@ def past(factor: float, size: RunSize = SEED) -> PastRun:
     return PastRun(size, {gate: factor * model_seconds(gate, size) for gate in GPU_GATES})
 
 
-@pytest.mark.parametrize("path", documents_in(EVIDENCE), ids=name_of)
-def test_the_rough_model_is_within_twice_what_was_measured(path):
-    record = read_record(path)
-    run = past_run(record.model_copy(update={"settings": record.settings.model_copy(update={"width": None})}))
-    if record.resumed or record.environment.gpu is None:
-        assert run is None  # it took a part of a whole run, or no GPU: `make prove` leaves such records
-        return
-    assert run is not None
-    # A baseline that refuses a case takes no time for it; before a run nobody knows how often.
-    refused = sum(arm.status in ("refused", "failed") for case in record.cases for arm in case.arms)
-    rounds = [each for case in record.cases for each in case.rounds]
-    workers = len({(process, "kernel" in each.seconds) for each in rounds for process in each.process})
-    size = replace(
-        run.size,
-        arms=round(run.size.arms - refused / len(record.cases)),
-        workers=workers or run.size.workers,  # with the processes that --width added
-        cells=run.size.cases * (workers or run.size.workers),
-    )
-    for gate, seconds in run.gpu_seconds.items():
-        if gate == "quick" and len(record.baselines) > 1 and path.name < "20261122T21":
-            continue  # it timed all baselines then
-        # FlashAttention-4 and FlashInfer compile at the first call of a kind: up to more than a minute.
-        compiles = gate == "launch" and {"flashinfer", "fa4", "fa4-deterministic"} & {*record.baselines}
-        assert (0.15 if compiles else 0.5) < model_seconds(gate, size) / seconds < 2, gate
-
-
-@pytest.mark.parametrize(
-    ("suite", "kinds"),
-    [("seed", 2), ("standard", 6), ("unseen", 14), ("train", 5), ("decode", 9), ("varlen", 6), ("moe-decode", 12)],
-)
-def test_problems_that_differ_in_their_lengths_alone_are_of_one_kind(suite, kinds):
-    (*_, newest) = sorted(EVIDENCE.glob(f"*Z-{suite}-*.json.gz"))
-    assert size_of(read_record(newest)).kinds == kinds
+def test_the_rough_model_is_within_three_times_what_was_measured():
+    off = []
+    for path in documents_in(EVIDENCE):
+        record = read_record(path)
+        run = past_run(record.model_copy(update={"settings": record.settings.model_copy(update={"width": None})}))
+        if run is None:
+            assert record.resumed or record.environment.gpu is None  # it took a part of a whole run, or no GPU
+            continue
+        took = sum(run.gpu_seconds.values())
+        modelled = sum(model_seconds(gate, run.size) for gate in run.gpu_seconds)
+        off += [(path.name, modelled / took)] if not 1 / 3 < modelled / took < 3 else []
+    assert off == []
 
 
 def test_the_size_of_a_record():
     record = build_record(baselines={"sdpa": 1.0, "other": 1.0}, processes=2, rounds=7)
-    tflop = sum(case.work.flops for case in record.cases) / 1e12
-    assert size_of(record) == RunSize(cases=3, arms=4, rounds=7, workers=4, cells=12, tflop=tflop)
+    assert size_of(record) == RunSize(cases=3, arms=4, rounds=7, workers=4, cells=12)
     assert size_of(build_record(times=("graph", "wall"))).workers == 3
     arm = Arm(name="flash_attention", role="subject", status="refused")
     case = record.cases[0].model_copy(update={"arms": [arm], "rounds": []})

@@ -53,7 +53,7 @@ def ten(**changed):
 )  # fmt: skip
 def test_a_new_level_is_put_down_to_what_changed_with_it(changed, label, reason):
     history = look_back(ten(**changed), "graph")
-    (change,) = (change for change in history.changes if change.chance is not None)
+    (change,) = history.changes
     assert change.label == label
     assert reason in change.reason
     assert change.shift == pytest.approx(LOSS, rel=5e-3)
@@ -70,25 +70,13 @@ def test_a_card_that_is_found_on_both_sides_explains_nothing():
         gpu = environment.gpu.model_copy(update={"uuid_hash": card})
         runs[place] = runs[place].model_copy(update={"environment": environment.model_copy(update={"gpu": gpu})})
     history = look_back(runs, "graph")
-    assert [change.label for change in history.changes if change.chance is not None] == ["code"]
-
-
-def test_a_change_of_code_that_makes_no_new_level_is_noise_with_what_runs_vary_by():
-    history = look_back([run(day, code="a" if day < 6 else "b") for day in range(12)], "graph")
-    (change,) = history.changes
-    assert (change.label, change.chance) == ("noise", None)
-    assert change.reason.startswith("code changed (1 of 2 sources (kernel.py)")
-    assert "runs of one level vary by 0." in change.reason
-    assert history.verdict == "no change of level in 12 runs"
+    assert [change.label for change in history.changes] == ["code"]
 
 
 def test_too_few_runs_cannot_tell_whatever_they_look_like():
     history = look_back([run(0), run(1, speedup=1.0, code="b")], "graph")
     assert history.verdict == "2 runs cannot tell: a change of level needs at least 8 to stand out"
-    assert (history.enough, [change.label for change in history.changes]) == (False, ["cannot tell"])
-    assert history.changes[0].shift == pytest.approx(0.5, rel=1e-2)
-    alone = look_back([run(0)], "graph")
-    assert (alone.enough, alone.changes, alone.spread) == (False, [], None)
+    assert (history.enough, history.changes) == (False, [])
 
 
 def test_runs_that_say_nothing_of_it_are_left_out_and_counted():

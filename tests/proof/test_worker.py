@@ -14,7 +14,6 @@ import pytest
 
 from flashmoe_science.proof import processes, worker
 from flashmoe_science.proof.processes import ProcessGroup, run_command
-from flashmoe_science.proof.spent import sum_up
 from flashmoe_science.proof.worker import TaskCall, run_task, run_tasks
 
 from .processes import is_alive, wait_for, wait_until_dead
@@ -53,15 +52,6 @@ def test_events_arrive_in_order_and_at_once(tmp_path):
     result = run("count_when_told", {"n": 3, "folder": str(tmp_path)}, on_event=note)
     assert (result.data, result.reason) == ({"n": 3}, "")
     assert seen == [0, 1, 2]
-
-
-def test_a_task_tells_where_its_seconds_went():
-    result = run("spend")
-    assert set(result.spent) == {"start", "outer", "inner"}
-    assert result.spent["inner"] >= 0.3
-    assert 0.1 <= result.spent["outer"] < result.spent["inner"]
-    assert sum(result.spent.values()) <= result.seconds
-    assert sum_up({"outer": 0.1, "inner": 0.31, "none": 0.0}, 0.5) == "inner 0.3 s, outer 0.1 s, other 0.1 s"
 
 
 def test_timeout_is_about_silence(clock, tmp_path):

@@ -9,7 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,7 +33,6 @@ class TaskResult:
     timed_out: bool = False  # it was silent for longer than allowed
     limit_reached: bool = False  # it ran for as long as it might in all
     given_up: bool = False  # another rank of its task failed
-    spent: Mapping[str, float] = field(default_factory=dict)  # seconds of its parts, of a worker that told
 
 
 class ProcessGroup:

@@ -19,7 +19,7 @@ from ..text import counted
 from .change_points import FEWEST_RUNS, ChangePoint, change_points, segments
 
 KINDS = ("code", "method", "hardware")
-NOISE, UNEXPLAINED = "noise", "unexplained"
+UNEXPLAINED = "unexplained"
 
 
 class Point(Model):
@@ -33,14 +33,14 @@ class Point(Model):
 
 
 class Change(Model):
-    """A place between two runs: a new level, or a change of code, method or hardware that shows none."""
+    """A place between two runs at which a new level begins."""
 
-    label: str  # code, method, hardware, or several of them; noise; unexplained
+    label: str  # code, method, hardware, or several of them; unexplained
     before: str  # the last run with the old level
     after: str  # the first with the new one
     shift: float  # of the speedup, as a ratio: above 1 the subject became faster
     interval: Interval | None = None  # of the shift, at 95 %; None: too few runs on a side
-    chance: float | None = None  # that a series without change shows a place as clear; None: no new level
+    chance: float  # that a series without change shows a place as clear
     reason: str
 
 
@@ -54,7 +54,6 @@ class History(Model):
     cases: list[str]  # that all runs have
     points: list[Point]
     changes: list[Change] = Field(default_factory=list)
-    spread: float | None = None  # of runs of one level among themselves, of the log; None: fewer than two
     enough: bool  # whether there are enough runs to tell
     verdict: str
     notes: list[str] = Field(default_factory=list)
@@ -102,12 +101,7 @@ def look_back(records: Sequence[Record], metric: TimeKind, *, case: str | None =
     values = [_value(record, cases, metric, baseline) for record in used]
     points = change_points(values, level=level)
     stretches = segments(points, len(values))
-    inside = [values[i] - fmean(values[j] for j in stretch) for stretch in stretches for i in stretch]
-    degrees = len(values) - len(stretches)
-    spread = math.sqrt(sum(d * d for d in inside) / degrees) if degrees > 0 else None
     enough = len(values) >= FEWEST_RUNS
-    changes = [_new_level(used, values, stretches, n, point) for n, point in enumerate(points)]
-    changes += _without_level(used, values, {point.place for point in points}, spread, enough=enough)
     left_out = len(sound) - len(used)
     others = f"{counted(left_out, 'run')} left out: no {metric} times, or another suite, baseline or entry point"
     return History(
@@ -126,8 +120,7 @@ def look_back(records: Sequence[Record], metric: TimeKind, *, case: str | None =
             )
             for index, (record, value) in enumerate(zip(used, values, strict=True))
         ],
-        changes=sorted(changes, key=lambda change: change.after),
-        spread=spread,
+        changes=[_new_level(used, values, stretches, n, point) for n, point in enumerate(points)],
         enough=enough,
         verdict=_verdict(len(values), len(points), enough=enough),
         notes=[*([others] if left_out else []), *sorted(invalid)],
@@ -207,31 +200,3 @@ def _separating(before: Sequence[Record], after: Sequence[Record]) -> dict[str, 
             if not values[0] & values[1]:
                 found.setdefault(kind, []).append(describe_change(name, before[-1], after[0], kind))
     return found
-
-
-def _without_level(
-    runs: Sequence[Record], values: Sequence[float], places: set[int], spread: float | None, *, enough: bool
-) -> list[Change]:
-    """Return the places at which code, method or hardware changed and no new level begins."""
-    changes = []
-    for place in range(1, len(runs)):
-        causes = _separating(runs[place - 1 : place], runs[place : place + 1])
-        if place in places or not causes:
-            continue
-        shift = values[place] - values[place - 1]
-        what = f"{' and '.join(causes)} changed ({'; '.join(text for texts in causes.values() for text in texts)})"
-        if not enough:
-            said = "so few runs do not show how much runs vary"
-        else:
-            assert spread is not None
-            said = f"runs of one level vary by {math.expm1(spread):.2%} among themselves"
-        changes.append(
-            Change(
-                label=NOISE if enough else "cannot tell",
-                before=runs[place - 1].id,
-                after=runs[place].id,
-                shift=math.exp(shift),
-                reason=f"{what}, and no new level begins: {said}" if enough else f"{what}; {said}",
-            )
-        )
-    return changes

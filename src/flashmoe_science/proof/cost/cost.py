@@ -22,21 +22,17 @@ from ..records.store import Archive
 from ..records.toml_files import read_toml
 from ..text import counted
 
-# The rough model, within a factor of two of the runs in evidence/ on an H200 (a test checks it), in seconds: of a
-# process; of each kind of problem and arm, which compiles; of each case and arm, before and for each round; and of each
-# TFLOP beyond the first of a case, before and, for each arm, in each round. Gate correct knows no arms.
-_MODEL: dict[GateName, tuple[float, float, float, float, float, float]] = {
-    "launch": (8.0, 0.42, 0.046, 0.0, 0.0, 0.0),
-    "correct": (4.0, 0.0, 0.28, 0.0, 0.25, 0.0),
-    "quick": (3.0, 0.4, 0.1, 0.022, 0.15, 0.005),
-    "bench": (3.0, 0.4, 0.1, 0.022, 0.15, 0.005),
+# The rough model, within a factor of three of the runs in evidence/ on an H100 or H200 (a test checks it), in seconds:
+# of a process, of each case and arm, and of each of its rounds. Gate correct knows no arms.
+_MODEL: dict[GateName, tuple[float, float, float]] = {
+    "launch": (8.0, 0.25, 0.0),
+    "correct": (4.0, 0.3, 0.0),
+    "quick": (3.0, 0.25, 0.03),
+    "bench": (3.0, 0.25, 0.03),
 }
 _QUICK_ROUNDS = 5
-_WALL_ONLY = 1 / 3  # of setting up and of a round, where only wall time is taken
 _OVER_RANKS = 5.0  # times as long: they meet at each step, load more libraries, and share larger problems
 _HISTORY = 10  # runs at most: the code changes, and old ones say little
-# Problems that differ in these alone are of one kind: a library compiles and chooses once for all of them.
-_LENGTHS = frozenset(("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "lengths", "lengths_k", "tokens"))
 
 FILE_NAME = "rates.toml"
 PACKAGED = Path(str(resources.files("flashmoe_science") / FILE_NAME))
@@ -52,9 +48,6 @@ class RunSize:
     workers: int  # processes of gate bench
     cells: int  # pairs of a case and one of those processes
     gates: tuple[GateName, ...] = GPU_GATES  # that will run
-    kinds: int = 1  # of problems
-    tflop: float = 0.0  # of one call of every case together
-    wall_only: bool = False  # no profiler runs and no graph is captured
     over_ranks: bool = False
 
 
@@ -111,13 +104,8 @@ def size_of(record: Record) -> RunSize:
     settings = record.settings
     workers = settings.processes * len({kind == "kernel" for kind in settings.times})  # kernel time has its own
     arms = 1 + len(record.baselines) + bool(record.baselines)
-    kinds = {tuple(sorted((k, str(v)) for k, v in c.problem.items() if k not in _LENGTHS)) for c in record.cases}
-    tflop = sum(case.work.flops for case in served) / 1e12
-    return RunSize(
-        len(served), arms, settings.rounds, workers, len(served) * workers,
-        kinds=len(kinds), tflop=tflop, wall_only=list(settings.times) == ["wall"],
-        over_ranks=record.environment.ranks is not None,
-    )  # fmt: skip
+    ranks = record.environment.ranks is not None
+    return RunSize(len(served), arms, settings.rounds, workers, len(served) * workers, over_ranks=ranks)
 
 
 def past_run(record: Record) -> PastRun | None:
@@ -151,15 +139,12 @@ def model_seconds(gate: GateName, size: RunSize) -> float:
     """Return how long ``gate`` holds a GPU by the rough model."""
     if size.cases == 0 or gate not in size.gates:
         return 0.0
-    start, kind, case, case_round, tflop, tflop_round = _MODEL[gate]
+    start, case, case_round = _MODEL[gate]
     # Launch has no control; quick the subject, the first baseline and its control.
     arms = {"launch": max(1, size.arms - 1), "correct": 1, "quick": min(size.arms, 3)}.get(gate, size.arms)
     rounds = size.rounds if gate == "bench" else _QUICK_ROUNDS
-    share = _WALL_ONLY if size.wall_only and gate in ("quick", "bench") else 1.0
-    beyond = max(0.0, size.tflop / size.cases - 1)  # one TFLOP a case is in the figures of a case
-    cell = arms * share * (case + rounds * case_round) + beyond * (tflop + arms * rounds * tflop_round)
     workers, cells = (size.workers, size.cells) if gate == "bench" else (1, size.cases)
-    seconds = workers * (start + min(size.kinds, size.cases) * arms * kind) + cells * cell
+    seconds = workers * start + cells * arms * (case + rounds * case_round)
     return seconds * (_OVER_RANKS if size.over_ranks else 1.0)
 
 

@@ -101,16 +101,13 @@ def _run_gate(run: Run, name: GateName, gate: Callable[[Run], Outcome]) -> None:
 
 def _size(run: Run) -> RunSize:
     """Return what decides how long this run will hold a GPU. What it takes over from another run costs nothing."""
-    record = run.record()
-    whole = size_of(record)
     asked = GATE_NAMES[: GATE_NAMES.index(run.request.until or GATE_NAMES[-1]) + 1]
     gates = [name for name in GPU_GATES if name in asked and _holds_gpu(run, name) and kept_outcome(run, name) is None]
     processes = range(run.settings.processes)
     cells = sum(
         not has_cell(run.cases[case], process, mode) for case in run.todo for mode in run.modes for process in processes
     )
-    tflop = sum(case.work.flops for case in record.cases if case.name in run.todo) / 1e12
-    return replace(whole, cases=len(run.todo), cells=cells, gates=tuple(gates), tflop=tflop)
+    return replace(size_of(run.record()), cases=len(run.todo), cells=cells, gates=tuple(gates))
 
 
 def _holds_gpu(run: Run, name: GateName) -> bool:

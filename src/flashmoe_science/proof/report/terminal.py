@@ -481,11 +481,9 @@ def history_lines(history: History) -> RenderableType:
         runs.add_row(point.run, point.commit[:12], f"{point.speedup:.3f}x", str(point.level + 1))
     grid = new_grid(9)
     for change in history.changes:
-        new = change.chance is not None
         shift = format_ratio(change.interval) if change.interval else f"{change.shift:.3f}x"
-        chance = f", chance {change.chance:.2g}" if change.chance is not None else ""
-        where = f"{change.before} -> {change.after}: {shift}{chance}"
-        grid.add_row(Text(change.label, "bold yellow" if new else "dim"), Text(f"{where}\n{change.reason}"))
+        where = f"{change.before} -> {change.after}: {shift}, chance {change.chance:.2g}"
+        grid.add_row(Text(change.label, "bold yellow"), Text(f"{where}\n{change.reason}"))
     for note in history.notes:
         grid.add_row(Text("note", "dim"), Text(note, "dim"))
     return Group(head, "", runs, "", grid, Text(history.verdict, "bold"))
