@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import cast
 
-import pytest
 import torch
 
-from flashmoe_science.errors import ProofError
 from flashmoe_science.proof.measure import baselines
 from flashmoe_science.proof.subject.operator import Operator
 
 from .baseline_operator import OPERATOR
-from .simulated import Doubling
 
 OPERATOR_UNDER_TEST = cast("Operator", OPERATOR)
 
@@ -39,14 +36,3 @@ def test_what_is_installed_runs_only_where_there_is_a_gpu():
         assert (good.available, good.reason) == (True, "")
     else:
         assert (good.available, good.reason) == (False, "it is installed; it needs an NVIDIA GPU that torch can use")
-
-
-def test_names_are_resolved_in_the_order_given_and_the_default_is_the_first():
-    assert [baseline.name for baseline in baselines.resolve(OPERATOR_UNDER_TEST, ["last", "good"])] == ["last", "good"]
-    assert [baseline.name for baseline in baselines.resolve(OPERATOR_UNDER_TEST, [])] == ["good"]
-    assert baselines.resolve(cast("Operator", Doubling()), []) == []
-
-
-def test_an_unknown_name_lists_those_known():
-    with pytest.raises(ProofError, match="baseline must be one of good, absent, crashing, broken, last, got 'sdpaa'"):
-        baselines.resolve(OPERATOR_UNDER_TEST, ["sdpaa"])

@@ -175,11 +175,6 @@ def test_a_figure_with_the_id_of_a_claim_is_backed(check, text):
             "claim some is about 2 of 12 cases, and the sentence does not say so",
         ),
         ("a\n\n| case | speedup |\n| --- | --- |\n| two-x | fast |\n| b | 2.0 |", 6, "it names no claim"),
-        (
-            "<table><tr><th>case</th><th>speedup</th></tr>\n<tr><td>a</td><td>2.0</td></tr></table>",
-            2,
-            "it names no claim",
-        ),
         ("It is 2x faster. <!-- no claim: -->", 1, "it names no claim"),
         ("<!-- no claim: old -->\n```\ncode\n```\nIt is 2x faster.", 5, "it names no claim"),
     ],

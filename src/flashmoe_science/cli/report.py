@@ -12,7 +12,7 @@ from ..proof.judge.rows import csv_text, kinds_measured
 from ..proof.judge.run_verdicts import last_word
 from ..proof.records.documents import read_record
 from ..proof.records.evidence import Record, TimeKind
-from ..proof.records.store import Archive, Store, evidence_files, find_repository, is_path, read_summary, telling
+from ..proof.records.store import Archive, Store, find_repository, is_path
 from ..proof.report.html import render_html
 from ..proof.report.markdown import render_markdown
 from ..proof.report.page import Judged, Page, build_page
@@ -88,31 +88,16 @@ def _summary(records: Sequence[Record], verdicts: Sequence[Verdict]) -> list[str
 def _load(keys: Sequence[str], store: str | None, repository: Path | None, terminal: Terminal) -> list[Record]:
     """Return the runs that were named, each once; where none was, the newest of the repository (or of the store)."""
     if not keys:
-        return [_newest_in(repository, terminal) if repository and store is None else _newest_stored(Store(store))]
+        here = repository if store is None else None
+        archive = Archive(Store(store), here)
+        kept = [run.id for run in archive.runs(on_trouble=terminal.warn_of) if here is None or run.origin != "store"]
+        if not kept:
+            where = "evidence/ of this repository" if here else f"the store, {archive.store}"
+            raise EvidenceError(f"there is no run in {where}", hint=_HINT)
+        return [archive.load(kept[0])]
     # A file needs no store, so that a wrong one does not hide it.
     loaded = [read_record(Path(k)) if is_path(k) else Archive(Store(store), repository).load(k) for k in keys]
     return list({record.id: record for record in loaded}.values())
-
-
-def _newest_in(repository: Path, terminal: Terminal) -> Record:
-    found = []
-    for path in evidence_files(repository, on_twins=telling(terminal.warn_of)).values():
-        try:
-            run = read_summary(path)
-        except EvidenceError as error:
-            terminal.warn_of(error)
-        else:
-            found.append((run.created_at, run.id, path))
-    if not found:
-        raise EvidenceError("there is no run in evidence/ of this repository", hint=_HINT)
-    return read_record(max(found)[2])
-
-
-def _newest_stored(store: Store) -> Record:
-    ids = store.ids()
-    if not ids:
-        raise EvidenceError(f"there is no run in the store, {store}", hint=_HINT)
-    return store.load(ids[0])
 
 
 def _check_kind(kind: str | None, records: Sequence[Record]) -> None:

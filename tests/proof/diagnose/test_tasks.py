@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from flashmoe_science.errors import ProofError
-from flashmoe_science.gpu.machine_code import KernelCode
 from flashmoe_science.gpu.specs import find_gpu
 from flashmoe_science.proof.diagnose import counters, tasks
 from flashmoe_science.proof.diagnose.gather import Request, plan_for
@@ -88,17 +87,7 @@ def test_of_a_kernel_toml_the_promises_are_taken(tmp_path):
         capped.explanation
     )
     assert "8 blocks of attend_kernel for 58 SMs: 86% of the SMs' time is idle" in told["grid too small"].explanation
-    assert "no library that it loads has it for sm_89" in told["spills and local memory"].explanation
-
-
-def test_of_several_kernels_that_fit_a_pattern_only_what_they_have_in_common_is_known():
-    def code(**counts):
-        return KernelCode("attend", 90, counts.pop("registers", 40), 0, 0, counts, counts)
-
-    agreed = tasks.agreed_code([code(FFMA=9), code(FFMA=5, registers=60)])
-    assert (agreed["registers"], agreed["code"].instructions) == (60, 5)
-    differing = tasks.agreed_code([code(FFMA=9), code(HMMA=5)])
-    assert differing == {"code_missing": "2 kernels fit the pattern, and they differ"}
+    assert "gate build of `flashmoe prove` reads it" in told["spills and local memory"].explanation
 
 
 @pytest.mark.triton

@@ -360,7 +360,7 @@ def plan_for(request: Request, spec: GpuSpec, why: str, *, say: Say, run: RunTas
     """Return the planned launches of every case on a GPU that is not here, with their machine code."""
     operator = operator_of(request.subject)
     tables = [{"name": case.name, "problem": operator.as_table(case.problem)} for case in request.cases]
-    payload = {"subject": request.subject.to_json(), "cases": tables, "gpu": spec.name, "arch": spec.arch}
+    payload = {"subject": request.subject.to_json(), "cases": tables, "gpu": spec.name}
     planned, ended = _collect(run, f"{_HERE}.tasks:plan_kernels", payload, request, say)
     found = []
     for case, table in zip(request.cases, tables, strict=True):

@@ -26,7 +26,7 @@ from ..measure.rounds import Case
 from ..measure.schedule import derived_seed
 from ..subject.loading import load_entry, operator_of
 from ..subject.operator import Operator, Planning, ours
-from ..subject.subject import Subject, add_python_path
+from ..subject.subject import Subject
 from ..worker import Emit
 from .observations import Code, Kernel
 
@@ -218,13 +218,13 @@ def summarize(code: KernelCode) -> Code:
 def plan_kernels(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
     """Return the kernels of a GPU that is not here: ours compiled, others as they are promised.
 
-    ``payload`` has ``subject``, ``cases``, ``gpu`` and ``arch``; ``emit`` gets ``{"event": "case", "case"}`` after
+    ``payload`` has ``subject``, ``cases`` and ``gpu``; ``emit`` gets ``{"event": "case", "case"}`` after
     each. Returns ``cases``, each with ``name``, ``kernels``, and ``reason`` where there are none.
     """
     subject = Subject.from_json(payload["subject"])
     operator = operator_of(subject)
     cases = []
-    promised = [] if subject.builtin else _promised_kernels(subject, payload["arch"])
+    promised = [] if subject.builtin else _promised_kernels(subject)
     for table in payload["cases"]:
         problem = operator.parse_case(table["problem"])
         if subject.builtin:
@@ -260,43 +260,18 @@ def _own_kernels(operator: Operator, subject: Subject, problem: Any, gpu: str) -
     return kernels, ""
 
 
-def _promised_kernels(subject: Subject, arch: int) -> list[Kernel]:
-    """Return the launches that a kernel.toml promises, with the machine code of the libraries that it builds."""
-    if not subject.kernels:
-        return []
-    problems: list[str] = []
-    before = mapped_libraries()
-    add_python_path(subject)
-    try:
-        load_entry(subject)
-        codes = find_library_code(subject, before, arch, problems)
-    except Exception as error:  # noqa: BLE001 - what a subject raises is a result: what it promises is known all the same
-        codes = []
-        problems.append(f"it cannot be imported here: {type(error).__name__}: {error}".partition("\n")[0])
-    kernels = []
-    for promise in subject.kernels:
-        kernel = Kernel(
+def _promised_kernels(subject: Subject) -> list[Kernel]:
+    """Return the launches that a kernel.toml promises; gate build looks into the libraries that it makes."""
+    return [
+        Kernel(
             name=promise.pattern,
             grid=promise.grid,
             block=promise.block,
             shared_memory_bytes=promise.shared_memory_bytes,
+            code_missing="gate build of `flashmoe prove` reads it",
         )
-        found = [code for code in codes if match_names(code.name, promise.pattern)]
-        changes = agreed_code(found) if found else {"code_missing": f"no library that it loads has it for sm_{arch}"}
-        if problems and not found:
-            changes = {"code_missing": problems[0]}
-        kernels.append(kernel.model_copy(update=changes))
-    return kernels
-
-
-def agreed_code(codes: Sequence[KernelCode]) -> dict[str, Any]:
-    """Return what the kernels that fit one pattern have in common: which of them runs, only a GPU shows."""
-    each = [summarize(code) for code in codes]
-    facts = {(code.tensor_core > 0, code.local > 0, code.local_in_loops > 0) for code in each}
-    if len(facts) > 1:
-        return {"code_missing": f"{len(codes)} kernels fit the pattern, and they differ"}
-    largest = max(each, key=lambda code: code.registers)
-    return {"code": largest, "registers": largest.registers}
+        for promise in subject.kernels
+    ]
 
 
 def call_once(payload: dict[str, Any]) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import ProofError
 from ..subject.loading import load_operator
-from ..subject.operator import Baseline, Operator
+from ..subject.operator import Operator
 from ..worker import Emit, run_task
 
 _TASK = f"{__name__}:probe"
@@ -29,22 +27,6 @@ class BaselineStatus:
     def installed(self) -> bool:
         """Whether it can be imported: with a GPU it would run here."""
         return self.available or self.reason == _NO_GPU
-
-
-def resolve(operator: Operator, names: Sequence[str]) -> list[Baseline]:
-    """Return the baselines called ``names``; without names the default, which is the operator's first.
-
-    Raises:
-        ProofError: the operator has no baseline of this name.
-    """
-    known = operator.baselines()
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise ProofError(
-            f"baseline must be one of {', '.join(known) or 'none'}, got {unknown[0]!r}",
-            hint="`flashmoe baselines` lists those found here",
-        )
-    return [known[name] for name in names] if names else list(known.values())[:1]
 
 
 def available_baselines(operator: Operator) -> list[BaselineStatus]:

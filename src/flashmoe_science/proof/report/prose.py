@@ -2,10 +2,10 @@
 
 A *figure* is a multiple, a percentage, a rate, a time or a comparison in words, as ``_RULES`` and ``_COLUMN`` have
 them: patterns over words that stand near each other, with no grammar of English. It is looked for in each sentence,
-heading, list item, row of a table and block of HTML, in inline code and alt texts too. Blocks of code are printed
+heading, list item and row of a table, in inline code and alt texts too. Blocks of code are printed
 output, which other tests compare; blocks between the marks that ``flashmoe readme`` renders are its own.
 
-A figure is *backed* where its sentence (or row, or block of HTML) holds the id of a claim in ``claims/*.toml``: as
+A figure is *backed* where its sentence (or row) holds the id of a claim in ``claims/*.toml``: as
 text, in inline code, in a link, or in a comment ``<!-- claim: ID -->``. It is *waived* by a comment with a reason,
 ``<!-- no claim: REASON -->``. A comment on a line of its own counts for the whole block below it. All else is
 *asserted*. Whether a claim holds is the business of ``flashmoe verify``.
@@ -103,9 +103,6 @@ _SELECTION = re.compile(r"\b(\d+ of \d+) cases\b")
 # A sentence ends at a stop before a blank and anything but a small letter; a comment behind the stop belongs to it.
 _END = re.compile(r"(?<!\be\.g)(?<!\bi\.e)(?<!\bvs)[.!?][\"”)\]*_`]*(?:\s*<!--.*?-->)*\s+(?=[^a-z\s<])", re.DOTALL)
 _MARK = re.compile(rf"[ \t]*<!-- ({'|'.join(get_args(SectionKind))}):(begin|end) -->[ \t]*")
-_HTML_ROW = re.compile(r"<tr\b.*?</tr>", re.DOTALL | re.IGNORECASE)
-_CELL_END = re.compile(r"</t[dh]>", re.IGNORECASE)
-_HTML_CELL = re.compile(r"<t[dh]\b[^>]*>(.*?)</t[dh]>", re.DOTALL | re.IGNORECASE)
 _SUFFIXES = (".md", ".markdown")
 
 
@@ -122,7 +119,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class _Unit:
-    """A sentence, a row of a table, or a block of HTML."""
+    """A sentence, or a row of a table."""
 
     line: int
     raw: str  # as it is written
@@ -249,14 +246,14 @@ def _units(path: Path, markdown: str) -> Iterator[_Unit]:
 
 
 def _block_units(block: Sequence[Token], above: str) -> Iterator[_Unit]:
-    """Yield the units of a paragraph, a list, a table or HTML; ``above`` has the comments before it."""
+    """Yield the units of a paragraph, a list or a table; ``above`` has the comments before it."""
     header: tuple[str, ...] = ()
     row: list[str] | None = None
     line = 1
     for token in block:
         line = token.map[0] + 1 if token.map else line  # cells have none
         if token.type == "html_block":
-            yield from _html_units(line, token.content, above)
+            yield from _sentences(line, token.content, above)
         elif token.type in ("table_open", "tr_open"):
             header, row = ((), None) if token.type == "table_open" else (header, [])
         elif token.type == "inline" and row is not None:
@@ -278,19 +275,7 @@ def _sentences(line: int, text: str, above: str) -> Iterator[_Unit]:
         start = end
 
 
-def _html_units(line: int, html: str, above: str) -> Iterator[_Unit]:
-    """Yield the rows of tables in a block of HTML, and the rest of it as one unit."""
-    header: tuple[str, ...] = ()
-    for row in _HTML_ROW.finditer(html):
-        cells = tuple(_visible(cell) for cell in _HTML_CELL.findall(row[0]))
-        yield _Unit(line + html.count("\n", 0, row.start()), row[0], cells, header, above)
-        header = header or cells
-    rest = _HTML_ROW.sub(lambda row: re.sub(r"[^\n]", " ", row[0]), html)
-    yield from _sentences(line, rest, above)
-
-
 def _visible(raw: str) -> str:
     """Return a text as a reader sees it: without comments, tags and the targets of links, with alt texts."""
-    text = _CELL_END.sub(" | ", _ANY_COMMENT.sub(" ", raw))
-    text = _TAG.sub(lambda tag: f" {' '.join(_ALT.findall(tag[0]))} ", text)
+    text = _TAG.sub(lambda tag: f" {' '.join(_ALT.findall(tag[0]))} ", _ANY_COMMENT.sub(" ", raw))
     return re.sub(r"[`*]", "", unescape(_LINK.sub(" ", text)))

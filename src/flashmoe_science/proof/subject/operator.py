@@ -97,7 +97,7 @@ class Operator(Protocol):
     def make_inputs(self, problem: Any, *, seed: int, device: str) -> dict[str, torch.Tensor]:
         """Return fresh random inputs."""
 
-    # An answer is one tensor, or, where ``Naming`` names several, a tuple of them.
+    # An answer is one tensor, or, where a method ``outputs(problem)`` returns several names, a tuple of as many.
 
     def bind(self, entry: Callable[..., Any], problem: Any, inputs: Inputs) -> Call:
         """Return a call with no arguments and as little overhead as Python allows."""
@@ -152,17 +152,6 @@ class OurOperator(Operator, Protocol):
 def ours(operator: Operator) -> OurOperator:
     """Return an operator that is one of ours as such."""
     return cast("OurOperator", operator)
-
-
-@runtime_checkable
-class Naming(Protocol):
-    """What an operator may offer besides: names for the tensors of calls that give several.
-
-    A call then gives a tuple of as many, and so do ``exact`` and ``low_precision``. Each has its own error budget.
-    """
-
-    def outputs(self, problem: Any) -> Sequence[str]:
-        """Return their names, e.g. ``dq``, in the order in which a call gives them."""
 
 
 @runtime_checkable
@@ -240,27 +229,12 @@ def part_of(operator: Operator, problem: Any, entry: Callable[..., Any] | None, 
 
 
 class Sample(NamedTuple):
-    """Part of a call, whose answer is that part of the whole answer."""
+    """Part of a call, whose answer is that part of the whole answer: what an operator's ``sample`` may return."""
 
     problem: Any
     inputs: Inputs
     pick: Callable[[torch.Tensor], torch.Tensor]  # of a whole output, the part
     parts: int  # of the whole, all alike
-
-
-@runtime_checkable
-class Sampling(Protocol):
-    """What an operator may offer besides: parts of a call that do not depend on one another, e.g. heads.
-
-    Where it takes long to work out what is right, answers of timed calls are compared with that of a part drawn at
-    random. Gate correct, and the first answers of each process, are compared whole. Over ranks, each has a share of
-    every part.
-    """
-
-    def sample(
-        self, problem: Any, inputs: Inputs, *, seed: int
-    ) -> tuple[Any, Inputs, Callable[[torch.Tensor], torch.Tensor], int] | None:
-        """Return a part drawn by ``seed``, as ``Sample`` has it, or None where the problem has none."""
 
 
 def sample_of(operator: Operator, problem: Any, inputs: Inputs, *, seed: int) -> Sample | None:
