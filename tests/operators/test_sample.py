@@ -1,4 +1,4 @@
-"""One head of K and V, drawn at random: what is right for it is that part of what is right for the whole call."""
+"""One head of K and V, or some queries, drawn at random: what is right for them is part of what is right for all."""
 
 from __future__ import annotations
 
@@ -42,6 +42,41 @@ def drawn(operator, problem, inputs, seed):
 
 def expected_of(operator, one):
     return Whole(operator, one.problem, one.inputs, one.pick).expected(None)
+
+
+SPARSE = {"batch": 3, "heads": 4, "seqlen_k": 48, "top_k": 7, "head_dim": 48, "head_dim_v": 32, "dtype": "fp16"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts_there"),
+    [({}, 3), ({"page_size": 4, "padding": 2}, 3), ({"batch": 1, "seqlen_q": 40}, 3), ({"seqlen_q": 18}, 6)],
+)
+def test_the_answer_to_some_queries_is_part_of_the_answer(changes, parts_there):
+    operator = importlib.import_module(f"flashmoe_science.operators.{MODULES['attention_sparse']}").OPERATOR
+    problem = operator.parse_case({**SPARSE, **changes})
+    inputs = operator.make_inputs(problem, seed=3, device="cpu")
+    places = set()
+    for seed in range(8):
+        one = drawn(operator, problem, inputs, seed)
+        assert one.parts == parts_there
+        whole = operator.exact(problem, inputs)
+        torch.testing.assert_close(one.pick(whole), operator.exact(one.problem, one.inputs))
+        (scale,), (part,) = (operator.error_scale(*call) for call in ((problem, inputs), (one.problem, one.inputs)))
+        for each, its in zip(scale, part, strict=True):
+            torch.testing.assert_close(one.pick(each), its)
+        right = whole.to(torch.float16)
+        assert not fault_of(right, expected_of(operator, one))
+        wrong = right.clone()
+        one.pick(wrong)[0, 1, 0, 3] += 0.5
+        assert fault_of(wrong, expected_of(operator, one))
+        places.add(float(one.pick(right)[0, 0, 0, 0]))
+    assert len(places) > 1
+
+
+def test_of_few_queries_of_one_sequence_there_is_no_part():
+    operator = importlib.import_module(f"flashmoe_science.operators.{MODULES['attention_sparse']}").OPERATOR
+    problem = operator.parse_case({**SPARSE, "batch": 1, "seqlen_q": 16})
+    assert sample_of(operator, problem, operator.make_inputs(problem, seed=3, device="cpu"), seed=0) is None
 
 
 @pytest.mark.parametrize("name", CASES)

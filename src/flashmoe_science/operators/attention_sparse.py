@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from .baselines.base import Inputs
 from .error_scale import Scale
 from .stress import OF_VALUES, stress_attention
 
+_QUERIES_OF_PART = 16  # that late answers are compared in
 sparse_mla_triton = functools.partial(sparse_mla, kernel=SPARSE_KERNEL)
 sparse_mla_gluon_sm90 = functools.partial(sparse_mla, kernel=HOPPER_SPARSE_KERNEL)
 
@@ -136,6 +139,31 @@ class SparseOperator(KernelOperator):
             return x.view(p.batch, p.seqlen_q, p.heads, -1).transpose(1, 2)
 
         return (Scale(*map(restored, found)),)
+
+    def sample(
+        self, problem: Any, inputs: Inputs, *, seed: int
+    ) -> tuple[Any, Inputs, Callable[[torch.Tensor], torch.Tensor], int] | None:
+        """Return some queries in a row of one sequence, drawn by ``seed``, with all of their heads.
+
+        Returns:
+            Their problem, views of its inputs, what picks their part of an output, and the number of such parts.
+            None: there is one.
+        """
+        p = problem.planned
+        count = min(_QUERIES_OF_PART, p.seqlen_q)
+        parts = p.batch * -(-p.seqlen_q // max(1, count))
+        if parts < 2:
+            return None
+        drawn = random.Random(seed)
+        b, first = drawn.randrange(p.batch), drawn.randrange(p.seqlen_q - count + 1)
+
+        def pick(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor[b : b + 1, :, first : first + count]
+
+        its = {**inputs, "q": pick(inputs["q"]), "indices": inputs["indices"][b : b + 1, first : first + count]}
+        of_sequence = "page_table" if p.page_size else "kv_cache"  # in pages, all sequences have one cache
+        its[of_sequence] = inputs[of_sequence][b : b + 1]
+        return self.changed(problem, batch=1, seqlen_q=count), its, pick, parts
 
     def smaller(self, problem: Any, device: str) -> Any:
         """Return a problem of fewer sequences, queries and heads, on a CPU with fewer indices."""
