@@ -384,6 +384,10 @@ def poisoned_blocks(size: int, room: int) -> int:
 class PoisonFreshMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Fill everything that ``torch.empty`` and its kin return with NaN, also where C++ calls them."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler, which takes 2 s; under a mode it compiles nothing anyway
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func.overloadpacket in _FRESH_MEMORY and isinstance(out, torch.Tensor) and out.is_floating_point():
