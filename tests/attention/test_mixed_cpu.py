@@ -209,6 +209,10 @@ def test_auto_asks_for_it_where_splits_are_asked_for():
             },
             "need mixed_triton: it serves head sizes that are multiples of 16, got 40 and 24",
         ),
+        (
+            {"head_dim_v": 64, "head_dim": 48, "num_splits": 2},
+            "need mixed_triton: it serves equal head sizes, or 64 and 128",
+        ),
     ],
 )
 def test_splits_that_nobody_serves_are_refused(changes, message):
