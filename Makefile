@@ -11,6 +11,9 @@ WORKERS ?= auto
 GPU_RECORD ?= evidence/gpu-tests
 GPU_WORKERS ?= 6
 
+# Tests start many processes: each would compile every module anew, and each worker rewrite every test.
+unexport PYTHONDONTWRITEBYTECODE
+
 ifeq ($(ENV),off)
 RUN := PYTHONPATH=src$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
 else

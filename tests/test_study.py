@@ -188,7 +188,7 @@ def test_nothing_spins_where_nothing_is_planted_and_both_do_elsewhere():
 
 def test_the_whole_path_on_a_simulated_gpu():
     """The harness's own rounds, captures, checks of outputs, intervals and verdicts, on kernels that vary by 0.3 %."""
-    found = study_of(OnSimulatedGpu(), batches=1, same=10, three=4)
+    found = study_of(OnSimulatedGpu(), batches=1, same=5, three=2)
     same, three = study.tallies(found)
     assert (found.incomplete_reason, same.counted <= 1, three.counted) == ("", True, three.sound)
     assert three.slowdown == pytest.approx(0.03, abs=4e-3)

@@ -68,6 +68,7 @@ def _wrong(q: Tensor, cache: Tensor) -> None:
     flash_attn.flash_attn_func(q, q, q, softcap="x")  # type: ignore[call-overload]
 
 
+@pytest.mark.exhaustive  # `make types` looks at this file too
 def test_mypy_agrees():
     pytest.importorskip("mypy", reason="mypy is not installed")
     command = [sys.executable, "-m", "mypy", "--config-file", "pyproject.toml", "tests/test_types.py"]

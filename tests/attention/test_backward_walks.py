@@ -41,7 +41,7 @@ KERNELS: dict[str, tuple[ModuleType, int, int, list[tuple[str, tuple[int, ...]]]
     "d192": (backward_192_gluon_sm90, 64, 128, [("_multiply_partition", (0,)), ("_multiply_partition", (1,))]),
     "d256": (backward_wide_gluon_sm90, 64, 64, [("_score_partition", ()), ("_gradient_partition", ())]),
 }
-LENGTHS = (1, 63, 64, 65, 128, 200, 300)
+LENGTHS = (1, 64, 65, 128, 300)  # part of a tile, whole tiles, a part more, and several
 
 
 class _Semaphore:
@@ -116,7 +116,7 @@ class Walk:
         return result
 
 
-@pytest.mark.parametrize(("group", "together"), [(1, 1), (3, 1), (2, 2), (6, 2), (4, 4), (8, 4)])
+@pytest.mark.parametrize(("group", "together"), [(1, 1), (3, 1), (6, 2), (4, 4)])
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (70, 0)], ids=["full", "causal", "window"])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_all_partitions_take_the_same_steps(kernel, window, group, together):

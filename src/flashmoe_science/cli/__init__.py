@@ -6,6 +6,7 @@ verbs are in ``app.py``.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -23,6 +24,7 @@ KERNELS = frozenset({"torch", "triton"})
 EXTRA = frozenset(
     {"jinja2", "markdown_it", "numpy", "packaging", "pydantic", "pynvml", "rich", "scipy", "tomli", "tomlkit", "typer"}
 )
+_OBJECTS_UNTIL_COLLECTION = 200_000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: list[str]) -> int:
+    # Nearly all that a verb reads lives until it ends. Looking for garbage in it took a fifth of the time of `verify`.
+    gc.set_threshold(_OBJECTS_UNTIL_COLLECTION)
     import typer
 
     from ..proof.processes import stopped_by_signals

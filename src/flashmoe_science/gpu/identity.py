@@ -19,7 +19,7 @@ import json
 import re
 import struct
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -151,10 +151,18 @@ def _definitions(file: str) -> Mapping[tuple[str, int], ast.AST]:
     """Return functions by name and first line, as code objects have it, and classes of the module by name and 0."""
     tree = ast.parse(Path(file).read_text(encoding="utf-8"))
     found: dict[tuple[str, int], ast.AST] = {}
-    for node in ast.walk(tree):
+    for node in _statements(tree):
         if isinstance(node, _Definition):
             found[node.name, min(part.lineno for part in (node, *node.decorator_list))] = node
     return found | {(node.name, 0): node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the statements in ``node``, without a look into their expressions."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.expr):
+            yield child
+            yield from _statements(child)
 
 
 def normalised(node: Any, names: Mapping[str, str] | None = None) -> Any:

@@ -238,6 +238,13 @@ def paired_log_ratios(case: CaseRecord, metric: TimeKind, above: str, below: str
     return groups
 
 
+def paired_processes(case: CaseRecord, metric: TimeKind, above: str, below: str) -> int:
+    """Return how many processes measured both arms."""
+    return sum(
+        len(set(rounds.process)) for rounds in case.rounds if {above, below} <= rounds.seconds.get(metric, {}).keys()
+    )
+
+
 def holds(verdict: Verdict, *, strict: bool = False) -> bool:
     """Return whether a claim is demonstrated, or, where that is not ``strict``, was so before its sources changed."""
     stale_holds = verdict.status is VerdictStatus.STALE and not strict

@@ -8,7 +8,7 @@ from ..records.begun import BegunRun, count_alike
 from ..records.evidence import Record
 from ..text import counted
 from .claims import Claim
-from .judge import VerdictStatus, paired_log_ratios
+from .judge import VerdictStatus, paired_processes
 
 PROCESSES_OF_A_CLAIM = 5  # of a new one; docs/explanation/statistics.md has what fewer miss
 RARE = 0.1  # the share of processes in a rare slow mode, of which a verdict says how often it stays unseen
@@ -32,10 +32,10 @@ def fewest_processes(claim: Claim, record: Record) -> int:
     if claim.metric == "memory":
         return 0
     counts = [
-        len(groups)
+        processes
         for case in claim.cases_of(record)
         for baseline in claim.baseline
-        if (groups := paired_log_ratios(case, claim.metric, baseline, claim.subject))
+        if (processes := paired_processes(case, claim.metric, baseline, claim.subject))
     ]
     return min(counts, default=0)
 

@@ -54,12 +54,12 @@ def changes_since(claim: Claim, record: Record, repository: Path) -> Sources:
     For a subject of ours, its launches count. For its wall time and memory, the files that a call runs on the host
     count too. For a user's own subject, and where a record has neither, its source files count.
     """
-    sources = compare_sources(record, repository)
     gpu = record.environment.gpu
     if gpu is None or not is_builtin(record.subject):
-        return sources
+        return compare_sources(record, repository)
     cases = [(case, arm) for case in claim.cases_of(record) for arm in case.arms if _is_measured(arm, record)]
     if is_of_another_copy(repository):
+        sources = compare_sources(record, repository)
         note = f"what runs on the GPU was not compared: {ANOTHER_COPY} ({OWN_COPY})"
         is_recorded = any(arm.identities for _, arm in cases)
         return replace(sources, notes=[*sources.notes, note]) if sources.changed and is_recorded else sources
@@ -71,14 +71,14 @@ def changes_since(claim: Claim, record: Record, repository: Path) -> Sources:
         differ = [case.name for (case, arm), found in zip(cases, now, strict=True) if tuple(arm.identities) != found]
         if differ:
             changed.append(f"launches differ in {len(differ)} of {counted(len(cases), 'case')}: {few(differ)}")
-    elif sources.changed:
-        changed.append(f"its launches are not recorded, and files changed: {sources.changed}")
+    elif files := compare_sources(record, repository).changed:
+        changed.append(f"its launches are not recorded, and files changed: {files}")
     if claim.metric in ("wall", "memory"):
         if all(arm.host_files for _, arm in cases):
-            if files := _changed_on_the_host(arm for _, arm in cases):
-                changed.append(f"files that a call runs on the host changed: {few(files)}")
-        elif sources.changed:
-            changed.append(f"the files that a call runs are not recorded, and files changed: {sources.changed}")
+            if paths := _changed_on_the_host(arm for _, arm in cases):
+                changed.append(f"files that a call runs on the host changed: {few(paths)}")
+        elif files := compare_sources(record, repository).changed:
+            changed.append(f"the files that a call runs are not recorded, and files changed: {files}")
     return Sources("; ".join(changed))
 
 

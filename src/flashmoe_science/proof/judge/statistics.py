@@ -61,7 +61,7 @@ def log_ratios(above: Values, below: Values) -> list[float]:
     if len(above) != len(below):
         raise InputError(f"the columns must have the same length, got {len(above)} and {len(below)}")
     for seconds in (*above, *below):
-        if not (math.isfinite(seconds) and seconds > 0):
+        if not 0 < seconds < math.inf:
             raise InputError(f"seconds must be positive and finite, got {seconds}")
     return [math.log(a / b) for a, b in zip(above, below, strict=True)]
 
