@@ -39,6 +39,7 @@ LETTERS = {
     "forward_wide_gluon_sm90": "W",
     "forward_triton": "T",
     "forward_masked_triton": "K",
+    "forward_masked_gluon_sm90": "N",
     "mixed_triton": "X",
 }
 CACHE_LETTERS = {"decode_gluon_sm90": "M", "decode_triton": "D"}

@@ -143,6 +143,22 @@ CASES = [
     _C(2, 2, 1, 4, 0, 16, 16, "fp16", "random", "no-keys", sinks="fp32"),
 ]
 
+# What Hopper's own kernel serves: rows and blocks that see nothing, masks of sequences and heads, all widths.
+HOPPER_CASES = [
+    _C(2, 4, 2, 300, 512, 128, 128, "bf16", "random", "random", masks=(2, 2)),
+    _C(2, 4, 2, 300, 512, 64, 64, "fp16", "random", "random-d64", masks=(2, 2)),
+    _C(1, 2, 1, 300, 512, 256, 256, "bf16", "random", "random-d256", masks=(1, 2)),
+    _C(1, 2, 1, 300, 512, 192, 128, "bf16", "random", "random-d192"),
+    _C(1, 2, 1, 300, 512, 96, 80, "fp16", "random", "random-d96"),
+    _C(2, 2, 1, 384, 384, 128, 128, "bf16", "documents", "documents", masks=(2, 1)),
+    _C(2, 2, 1, 384, 384, 128, 128, "fp16", "prefix", "prefix", masks=(2, 1)),
+    _C(2, 4, 2, 13, 256, 128, 128, "bf16", "tree", "tree"),
+    _C(1, 4, 1, 1000, 2048, 128, 128, "bf16", "blocks", "blocks", masks=(1, 4)),
+    _C(2, 2, 1, 700, 640, 64, 64, "bf16", "blocks-causal", "blocks-causal", masks=(2, 1)),
+    _C(1, 2, 2, 200, 256, 256, 256, "fp16", "blocks-64", "blocks-64", masks=(1, 2)),
+    _C(2, 32, 8, 2048, 2048, 128, 128, "bf16", "documents-full", "many-tiles"),
+]
+
 
 def make_inputs(case: MaskCase, device: str) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
     """Return random q, k and v, and the options besides the mask."""

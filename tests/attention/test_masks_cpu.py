@@ -200,6 +200,66 @@ def test_plans_choose_the_kernels_of_masks():
         plan_backward(BackwardProblem(plain), SPECS["H200"], "backward_masked_triton")
 
 
+HOPPER_KERNEL = "forward_masked_gluon_sm90"
+NOT_OF_HOPPER: dict[str, tuple[str, dict[str, Any], str]] = {
+    "no-mask": ("H200", {"mask_batch": 0, "mask_heads": 0}, "it serves calls with a mask"),
+    "sinks": ("H200", {"sinks": "fp32"}, "it serves a mask without sinks and softcap"),
+    "softcap": ("H200", {"softcap": 2.0}, "it serves a mask without sinks and softcap"),
+    "keys": ("H200", {"seqlen_k": 8256}, "numbers of keys that are multiples of 128, got 8256"),
+    "columns": ("H200", {"head_dim": 40, "head_dim_v": 36}, "multiples of 8"),
+    "gpu": ("B200", {}, "it is for sm_90, this GPU is sm_100"),
+    "dtype": ("H200", {"dtype": "fp32"}, "it serves fp16 and bf16 only"),
+}
+
+
+def masked_problem(**changes):
+    sizes: dict[str, Any] = {
+        "batch": 2, "heads": 32, "heads_kv": 8, "seqlen_q": 8192, "seqlen_k": 8192, "head_dim": 128, "head_dim_v": 128,
+        "dtype": "bf16", "mask_batch": 1, "mask_heads": 8,
+    }  # fmt: skip
+    return AttentionProblem(**{**sizes, **changes})
+
+
+@pytest.mark.parametrize("why", NOT_OF_HOPPER)
+def test_what_hoppers_kernel_does_not_serve_is_refused_by_name(why):
+    gpu, changes, message = NOT_OF_HOPPER[why]
+    with pytest.raises(UnsupportedError, match=f"{HOPPER_KERNEL} does not serve .*{message}"):
+        plan_attention(masked_problem(**changes), SPECS[gpu], HOPPER_KERNEL)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("columns", [64, 96, 128, 192, 256])
+def test_hoppers_kernel_compiles_almost_without_spills(columns):
+    pytest.importorskip("triton", reason="Triton exists for Linux only")
+    from flashmoe_science.attention.forward.prepare import prepare_kernels
+    from flashmoe_science.gpu.compile import read_resources
+
+    problem = masked_problem(head_dim=columns, head_dim_v=columns, return_lse=True)
+    plan = plan_attention(problem, SPECS["H200"], HOPPER_KERNEL)
+    (kernel,) = prepare_kernels(plan)
+    assert kernel.grid == (132, 1, 1)
+    found = read_resources(kernel.source, 90)
+    assert found.spill_bytes <= (40 if columns == 256 else 0)
+    assert any("HGMMA" in name for name in found.instructions)
+
+
+def test_blocks_that_visit_the_most_come_first():
+    """The order lies behind the four tables of starts; blocks of as many keep theirs."""
+    generator = torch.Generator().manual_seed(1)
+    dense = (
+        torch.rand(2, 3, 700, 900, generator=generator)
+        < torch.rand(2, 3, 6, 1, generator=generator).repeat_interleave(128, 2)[:, :, :700] ** 8 * 0.001
+    )
+    mask = BlockMask.from_dense(dense)
+    rows, columns = 2 * 3 * 6, 2 * 3 * 8
+    at = 2 * (rows + 1) + 2 * (columns + 1)
+    starts, partial = mask.lists[: rows + 1], mask.lists[rows + 1 : 2 * rows + 2]
+    visited = (starts.diff() + partial.diff() // 2).view(6, 6)
+    order = mask.lists[at : at + rows].view(6, 6).long()
+    assert torch.equal(order, visited.argsort(dim=1, descending=True, stable=True))
+    assert len(visited.unique()) > 2
+
+
 def test_explain_says_which_share_of_the_blocks_is_visited():
     q, k, v = heads(256, 256)
     mask = BlockMask.documents(torch.arange(256) // 128)

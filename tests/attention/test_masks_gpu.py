@@ -13,8 +13,8 @@ from flashmoe_science import BlockMask, explain, explain_gradients, flash_attent
 from flashmoe_science.operators.attention import OPERATOR
 
 from .cases import HEAD_DIMS
-from .checks import bits_of, synchronisation_is_an_error
-from .mask_cases import CASES, MaskCase, check_mask
+from .checks import bits_of, poison_allocator, synchronisation_is_an_error
+from .mask_cases import CASES, HOPPER_CASES, MaskCase, check_mask
 
 pytestmark = pytest.mark.gpu
 
@@ -36,6 +36,14 @@ def test_long_problems(kind):
     """Many row tiles, and so the largest tile of the table."""
     case = MaskCase(2, 16, 4, 2000, 2000, 128, 128, "bf16", kind, "long", masks=(2, 1))
     check_mask(case, "cuda")
+
+
+@pytest.mark.parametrize("case", HOPPER_CASES, ids=str)
+def test_hoppers_kernel(case):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("it is for sm_90")
+    poison_allocator(1 << 24)
+    check_mask(case, "cuda", kernel="forward_masked_gluon_sm90")
 
 
 def test_the_kernels_of_masks_serve_it():

@@ -15,6 +15,7 @@ from ..attention.api import flash_attention
 from ..attention.forward.plan import plan_attention
 from ..attention.masks.block_mask import BlockMask
 from ..attention.masks.lists import MaskSizes
+from ..attention.masks.plan import MASKED_HOPPER_KERNEL, MASKED_KERNEL
 from ..attention.problem import AttentionProblem
 from ..attention.tiles import ForwardConfig, Plan
 from ..gpu.planning import Axis, Work
@@ -28,7 +29,8 @@ from .error_scale import Scale
 from .mask_kinds import check_kind, make_mask
 
 flash_attention_masked = functools.partial(flash_attention, kernel="auto")
-forward_masked_triton = functools.partial(flash_attention, kernel="forward_masked_triton")
+forward_masked_triton = functools.partial(flash_attention, kernel=MASKED_KERNEL)
+forward_masked_gluon_sm90 = functools.partial(flash_attention, kernel=MASKED_HOPPER_KERNEL)
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,14 @@ class MaskedOperator(AttentionOperator):
     }  # fmt: skip
     required: ClassVar[Sequence[str]] = ("batch", "heads", "seqlen_q", "head_dim", "dtype", "mask")
     omitted = {"softmax_scale": None, "amount": 0}
-    kernels = {"flash_attention_masked": "auto", "forward_masked_triton": "forward_masked_triton"}
+    kernels = {
+        "flash_attention_masked": "auto",
+        "forward_masked_triton": MASKED_KERNEL,
+        "forward_masked_gluon_sm90": MASKED_HOPPER_KERNEL,
+    }
     public_module = ""
     known_baselines = BASELINES
+    spill_bytes = {**AttentionOperator.spill_bytes, "_masked_forward_sm90_kernel": 40}  # of 256 columns, by Triton 3.9
 
     def make_problem(self, table: dict[str, Any]) -> Any:
         """Return the problem of a case."""

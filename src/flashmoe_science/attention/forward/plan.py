@@ -7,7 +7,15 @@ import os
 from ...errors import InputError, UnsupportedError, shown
 from ...gpu.planning import PlannedLaunch, refuse_architecture
 from ...gpu.specs import GpuSpec
-from ..masks.plan import MASKED_KERNEL, masked_launch, masked_plan, masked_refusal
+from ..masks.plan import (
+    MASKED_HOPPER_KERNEL,
+    MASKED_KERNEL,
+    masked_hopper_plan,
+    masked_hopper_refusal,
+    masked_launch,
+    masked_plan,
+    masked_refusal,
+)
 from ..mixed.plan import (
     MIXED_KERNEL,
     interpreted_plan,
@@ -27,7 +35,7 @@ from .wide_plan import WIDE_KERNEL, wide_plan, wide_refusal, wide_underfills
 MAX_HEAD_DIM = 512
 KERNELS = (
     "forward_short_gluon", "forward_gluon_sm90", WIDE_KERNEL, FEATURES_KERNEL, "forward_triton",
-    MASKED_KERNEL, MIXED_KERNEL, "reference",
+    MASKED_KERNEL, MASKED_HOPPER_KERNEL, MIXED_KERNEL, "reference",
 )  # fmt: skip
 
 
@@ -73,6 +81,8 @@ def _refusal(kernel: str, problem: AttentionProblem, gpu: GpuSpec) -> str | None
         return variants_refusal(problem, gpu)
     if kernel == MASKED_KERNEL:
         return masked_refusal(problem)
+    if kernel == MASKED_HOPPER_KERNEL:
+        return masked_hopper_refusal(problem, gpu)
     if kernel == MIXED_KERNEL:
         return mixed_refusal(problem)
     if problem.num_splits or problem.batch_invariant:
@@ -110,6 +120,7 @@ def _forced_plan(problem: AttentionProblem, gpu: GpuSpec, kernel: str) -> Plan:
         FEATURES_KERNEL: variants_plan,
         "forward_triton": forward_plan,
         MASKED_KERNEL: masked_plan,
+        MASKED_HOPPER_KERNEL: masked_hopper_plan,
         MIXED_KERNEL: mixed_plan,
     }
     _refuse_forced(kernel, problem, _refusal(kernel, problem, gpu))

@@ -195,7 +195,7 @@ def hopper_heads_per_group(problem: AttentionProblem, pack: int) -> int:
 
 def hopper_refusal(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
     """Return why ``forward_gluon_sm90`` cannot serve ``problem``, or None."""
-    if refusal := _head_dim_refusal(problem):
+    if refusal := hopper_head_refusal(problem):
         return refusal
     return hopper_call_refusal(problem, gpu, hopper_tiles(problem, hopper_config(problem, gpu)))
 
@@ -217,7 +217,8 @@ def hopper_call_refusal(problem: AttentionProblem, gpu: GpuSpec, tiles: int) -> 
     return _hopper_layout_refusal(problem)
 
 
-def _head_dim_refusal(problem: AttentionProblem) -> str | None:
+def hopper_head_refusal(problem: AttentionProblem) -> str | None:
+    """Return why a kernel for Hopper cannot serve the head dimensions, or None."""
     if max(problem.head_dim, problem.head_dim_v) > HOPPER_WIDEST:
         return f"it serves head dimensions up to {HOPPER_WIDEST}"
     if problem.head_dim % 8 or problem.head_dim_v % 8:

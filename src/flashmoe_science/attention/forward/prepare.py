@@ -19,8 +19,8 @@ from ...gpu.signature import (
     scalars,
 )
 from ..kernel_arguments import ForwardCall, ForwardTile, ShortCall, ShortTile
-from ..masks.plan import MASKED_KERNEL
-from ..masks.prepare import prepare_masked
+from ..masks.plan import MASKED_HOPPER_KERNEL, MASKED_KERNEL
+from ..masks.prepare import prepare_masked, prepare_masked_hopper
 from ..problem import ITEM_BYTES, LOG2_E, AttentionProblem
 from ..tiles import ForwardConfig, HopperConfig, Plan, ShortConfig, WideConfig, block_dim
 from .gluon_sm90 import _forward_sm90_kernel
@@ -90,6 +90,8 @@ def prepare_kernels(plan: Plan) -> tuple[PreparedKernel, ...]:
         return (_short(plan, plan.config),)
     if plan.kernel == FEATURES_KERNEL:
         return prepare_features(plan)
+    if plan.kernel == MASKED_HOPPER_KERNEL and plan.launches:
+        return (prepare_masked_hopper(plan),)
     if isinstance(plan.config, HopperConfig):
         return (_hopper(plan, plan.config),)
     if isinstance(plan.config, WideConfig):

@@ -4,6 +4,7 @@ With R = batch * heads * query blocks and C = batch * heads * key blocks, ``list
 
     [R + 1] where the full key blocks of each query block start      [R + 1] where its partial ones do
     [C + 1] where the full query blocks of each key block start      [C + 1] where its partial ones do
+    [R] of each sequence and head, its query blocks in order of how many key blocks they visit, the most first
     the full key blocks of all query blocks                          the partial ones, each with its place in ``bits``
     the full query blocks of all key blocks                          the partial ones, each with its place in ``bits``
 
@@ -103,8 +104,9 @@ def pack_lists(full: Tensor, partial: Tensor, room: tuple[int, int]) -> Tensor:
     """
     place = (partial.flatten().cumsum(0) - 1).view(partial.shape)
     batch, heads, rows, columns = full.shape
-    at = 2 * (batch * heads * rows + 1) + 2 * (batch * heads * columns + 1)
-    starts, entries = [], []
+    order = (full | partial).sum(-1).argsort(dim=-1, descending=True, stable=True).flatten()
+    at = 2 * (batch * heads * rows + 1) + 2 * (batch * heads * columns + 1) + len(order)
+    starts, entries = [], [order]
     for whole, part, of_part in ((full, partial, place), (full.mT, partial.mT, place.mT)):
         blocks = torch.arange(whole.shape[-1], device=whole.device).expand(whole.shape)
         starts.append(at + _count(whole))

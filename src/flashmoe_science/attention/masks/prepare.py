@@ -6,14 +6,17 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...gpu.signature import Argument, Pointer, PreparedKernel, Scalar, kernel_source, prepare_kernel
+from ...gpu.signature import Argument, Pointer, PreparedKernel, Scalar, kernel_source, prepare_kernel, scalars
 from ..backward.problem import BackwardProblem
+from ..forward.plan_sm90 import hopper_heads_per_group
+from ..forward.prepared import hopper_tiles
 from ..problem import LOG2_E, AttentionProblem, Strides
-from ..tiles import ForwardConfig, Plan, block_dim, cdiv
+from ..tiles import ForwardConfig, HopperConfig, Plan, block_dim, cdiv
 from .arguments import MaskedCall, MaskedTile
 from .dkv_triton import _masked_kv_kernel
 from .dq_triton import _masked_q_kernel
 from .forward_triton import _masked_forward_kernel
+from .gluon_sm90 import _masked_forward_sm90_kernel
 from .lists import BLOCK
 
 Grid = tuple[int, int, int]
@@ -37,6 +40,35 @@ def prepare_masked(plan: Plan, align: int) -> PreparedKernel:
     }
     constants["TILE"] = _tile(config, [*tensors.values(), p.output_strides])
     return _prepare(_masked_forward_kernel, plan.launches[0].grid, arguments, constants, config)
+
+
+def prepare_masked_hopper(plan: Plan) -> PreparedKernel:
+    """Return the forward kernel for Hopper."""
+    p, config = plan.problem, plan.config
+    assert isinstance(config, HopperConfig)
+    tiles, tile = hopper_tiles(p, config)
+    arguments: dict[str, Argument] = {
+        **tiles,
+        "lse_ptr": Pointer("fp32", aligned=True),
+        "mask_lists_ptr": Pointer("i32"),
+        "mask_bits_ptr": Pointer("i32"),
+        **scalars("i32", "lists", **_lists(p, of_queries=True)),
+        "order": Scalar("i32", _order_of_blocks(p)),
+        **scalars(
+            "i32",
+            "sizes",
+            heads=p.heads,
+            seqlen_q=p.seqlen_q,
+            seqlen_k=p.seqlen_k,
+            tiles_m=cdiv(p.seqlen_q, BLOCK),
+            heads_total=p.batch * p.heads,
+            heads_per_group=hopper_heads_per_group(p, 1),
+        ),
+        "scale_log2": Scalar("fp32", p.scale_log2),
+    }
+    constants = {"GROUP": p.group, "STORE_LSE": p.return_lse, "TILE": tile}
+    source = kernel_source(_masked_forward_sm90_kernel, arguments, constants, num_warps=4, dependent_launch=True)
+    return prepare_kernel(source, plan.launches[0].grid, arguments)
 
 
 def prepare_masked_gradients(
@@ -137,6 +169,11 @@ def _scale(p: AttentionProblem) -> float:
     if p.softcap:  # as ``cap_scores`` takes it
         return p.scale / p.softcap if p.dtype == "fp32" else p.softcap_scale
     return p.scale_log2
+
+
+def _order_of_blocks(p: AttentionProblem) -> int:
+    """Return where the order of the blocks of queries lies in the lists."""
+    return sum(2 * (p.mask_batch * p.mask_heads * cdiv(length, BLOCK) + 1) for length in (p.seqlen_q, p.seqlen_k))
 
 
 def _lists(p: AttentionProblem, *, of_queries: bool) -> dict[str, int]:

@@ -24,7 +24,7 @@ BUILTIN_OPERATORS = {
     ),
     "attention_backward": ("flash_attention_backward", "backward_triton", "backward_gluon_sm90"),
     "attention_cache": ("flash_attention_with_kv_cache", "decode_gluon_sm90", "decode_triton"),
-    "attention_masked": ("flash_attention_masked", "forward_masked_triton"),
+    "attention_masked": ("flash_attention_masked", "forward_masked_triton", "forward_masked_gluon_sm90"),
     "attention_mixed": ("flash_attention_paged", "paged_mixed_triton", "paged_forward_triton"),
     "attention_sparse": ("sparse_mla", "sparse_mla_gluon_sm90", "sparse_mla_triton"),
     "attention_train": ("attention_step",),
