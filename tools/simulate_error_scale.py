@@ -78,7 +78,7 @@ class Attention:
             "v": normal(count, self.seqlen_k), "do": normal(queries, self.seqlen_q),
         }  # fmt: skip
         if self.stress:
-            stress_attention(self.stress, *(drawn[n] for n in "qkv"), self.head_dim**-0.5, [0])
+            stress_attention(self.stress, drawn["q"], drawn["k"], drawn["v"], self.head_dim**-0.5, [0])
         return drawn
 
     @property

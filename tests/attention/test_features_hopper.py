@@ -132,6 +132,7 @@ def test_every_row_of_the_plain_table_serves_features():
 )
 def test_slopes_come_from_a_product_where_no_row_sees_a_key_ahead(options, by_product):
     plan = forced(make_problem(**{"head_dim": 128, **options, "alibi": "fp32"}))
+    assert isinstance(plan.config, HopperConfig)
     assert plan.config.slope_product == by_product
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -180,10 +181,14 @@ def test_a_mask_made_in_inference_mode_serves_training():
 
 def test_plans_choose_the_kernels_of_masks():
     problem = AttentionProblem(2, 32, 8, 8192, 8192, 128, 128, "bf16", return_lse=True, mask_batch=1, mask_heads=8)
-    for gpu in ("A100", "H200", "B200"):
-        plan = plan_attention(problem, SPECS[gpu])
+    few = dataclasses.replace(problem, batch=1, heads=8, mask_heads=1, seqlen_q=2048)
+    for gpu, changes in (("A100", {}), ("B200", {}), ("H200", {"sinks": "bf16"}), ("H200", {"seqlen_k": 8200})):
+        plan = plan_attention(dataclasses.replace(problem, **changes), SPECS[gpu])
         assert plan.kernel == "forward_masked_triton"
         assert plan.launches[0].pattern == "_masked_forward_kernel"
+    assert plan_attention(few, SPECS["H200"]).kernel == "forward_masked_triton"  # 128 row tiles for 132 SMs
+    assert plan_attention(problem, SPECS["H200"]).kernel == "forward_masked_gluon_sm90"
+    for gpu in ("A100", "H200", "B200"):
         backward = plan_backward(BackwardProblem(problem), SPECS[gpu])
         assert backward.kernel == "backward_masked_triton"
         assert [at.pattern for at in backward.launches] == ["_delta_kernel", "_masked_kv_kernel", "_masked_q_kernel"]

@@ -14,6 +14,7 @@ SMALLEST_SCALE_LOG2 = 2.0**-126
 
 # The part of the SMs that is full enough. Below it, a split or a smaller tile puts idle SMs to work; it costs a second
 # launch and the merge, or reuse of K and V. FlashAttention-3 takes 0.8 too, for the split.
+MASK_BLOCK = 128  # queries, and keys, of a block of a block mask
 FULL_ENOUGH = 0.8
 
 

@@ -12,6 +12,7 @@ from ..masks.plan import (
     MASKED_KERNEL,
     masked_hopper_plan,
     masked_hopper_refusal,
+    masked_hopper_underfills,
     masked_launch,
     masked_plan,
     masked_refusal,
@@ -129,7 +130,7 @@ def _forced_plan(problem: AttentionProblem, gpu: GpuSpec, kernel: str) -> Plan:
 
 def _auto_plan(problem: AttentionProblem, gpu: GpuSpec) -> Plan:
     if problem.mask_heads:
-        return masked_plan(problem, gpu, "it is the one that serves a block mask")
+        return _auto_plan_of_mask(problem, gpu)
     if problem.num_splits or problem.batch_invariant:
         return mixed_plan(problem, gpu, "it is the one that serves num_splits and batch_invariant")
     if problem.page_size and (mixed_refusal(problem) or mixed_passed_over(problem, gpu)) is None:
@@ -158,6 +159,13 @@ def _auto_plan(problem: AttentionProblem, gpu: GpuSpec) -> Plan:
                 return wide_plan(problem, gpu, passed)
             passed += f", {WIDE_KERNEL} too ({refusal})"
     return forward_plan(problem, gpu, passed)
+
+
+def _auto_plan_of_mask(problem: AttentionProblem, gpu: GpuSpec) -> Plan:
+    refusal = masked_hopper_refusal(problem, gpu) or masked_hopper_underfills(problem, gpu)
+    if refusal is None:
+        return masked_hopper_plan(problem, gpu, "it skips empty blocks, and reads bits of partial ones alone")
+    return masked_plan(problem, gpu, f"{MASKED_HOPPER_KERNEL} is passed over ({refusal})")
 
 
 def _hopper_declines(problem: AttentionProblem, gpu: GpuSpec) -> str | None:

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError, shown
+from ..tiles import MASK_BLOCK
 
-BLOCK = 128  # queries, and keys, of a block
+BLOCK = MASK_BLOCK
 WORDS = BLOCK // 32
 _AT_ONCE = 512  # blocks whose elements are evaluated together
 

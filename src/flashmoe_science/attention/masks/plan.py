@@ -8,8 +8,7 @@ from ...gpu.specs import GpuSpec
 from ..forward.plan_sm90 import HOPPER_ROWS, hopper_call_refusal, hopper_head_refusal
 from ..forward.triton_plan import forward_rows
 from ..problem import AttentionProblem
-from ..tiles import FULL_ENOUGH, ForwardConfig, HopperConfig, Plan, block_dim, cdiv
-from .lists import BLOCK
+from ..tiles import FULL_ENOUGH, MASK_BLOCK, ForwardConfig, HopperConfig, Plan, block_dim, cdiv
 
 MASKED_KERNEL = "forward_masked_triton"
 MASKED_HOPPER_KERNEL = "forward_masked_gluon_sm90"
@@ -62,7 +61,7 @@ def masked_hopper_config(problem: AttentionProblem) -> HopperConfig:
 
 def masked_hopper_tiles(problem: AttentionProblem) -> int:
     """Return how many row tiles there are: blocks of queries."""
-    return cdiv(problem.seqlen_q, BLOCK) * problem.batch * problem.heads
+    return cdiv(problem.seqlen_q, MASK_BLOCK) * problem.batch * problem.heads
 
 
 def masked_hopper_refusal(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
@@ -71,9 +70,18 @@ def masked_hopper_refusal(problem: AttentionProblem, gpu: GpuSpec) -> str | None
         return "it serves calls with a mask"
     if len(problem.features) > 1:
         return "it serves a mask without sinks and softcap"
-    if problem.seqlen_k % BLOCK:
-        return f"it serves numbers of keys that are multiples of {BLOCK}, got {problem.seqlen_k}"
+    if problem.seqlen_k % MASK_BLOCK:
+        return f"it serves numbers of keys that are multiples of {MASK_BLOCK}, got {problem.seqlen_k}"
     return hopper_head_refusal(problem) or hopper_call_refusal(problem, gpu, masked_hopper_tiles(problem))
+
+
+def masked_hopper_underfills(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
+    """Return why ``forward_masked_triton``, which has smaller tiles, is left to serve it, or None.
+
+    With 1,024 row tiles and more this kernel takes 0.22 to 0.41 of its time (lab/README.md); fewer were not timed.
+    """
+    tiles = masked_hopper_tiles(problem)
+    return None if tiles >= gpu.sms else f"its {tiles} row tiles do not fill {gpu.sms} SMs"
 
 
 def masked_hopper_plan(problem: AttentionProblem, gpu: GpuSpec, why: str) -> Plan:
