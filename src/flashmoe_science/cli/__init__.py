@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: list[str]) -> int:
-    # Nearly all that a verb reads lives until it ends. Looking for garbage in it took a fifth of the time of `verify`.
+    # Nearly all that a verb reads lives until it ends. Looking for garbage in it often makes `verify` slower.
     gc.set_threshold(_OBJECTS_UNTIL_COLLECTION)
     import typer
 
