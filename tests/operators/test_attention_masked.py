@@ -28,7 +28,7 @@ def problem_of(kind: str) -> Any:
 
 def test_every_kind_is_tried():
     assert set(SIZES) == set(KINDS)
-    problems: list[Any] = [case.problem for case in load_suite("masks").cases]
+    problems: list[Any] = [case.problem for suite in ("masks", "masks-blocks") for case in load_suite(suite).cases]
     assert {problem.mask for problem in problems} == set(KINDS)
 
 
