@@ -46,6 +46,7 @@ from ...gpu.gluon_sm90 import (
     make_tiles,
     named_barrier,
     pack,
+    rematerialize,
     slot_of,
     unpack,
 )
@@ -64,8 +65,11 @@ from .primitives_sm90 import (
     make_slopes,
     make_span,
     place_of,
+    poll,
     query_tile,
+    raise_counter,
     store_rows,
+    sync_warp,
     wait_until_read,
     walk_query_tiles,
     write_partition,
@@ -121,10 +125,14 @@ class Args:
     cap_scale: gl.tensor  # read if HAS_SOFTCAP
     HAS_SOFTCAP: gl.constexpr
     slopes: Slopes
+    shares_ptr: gl.tensor  # read if SHARES > 1
+    SHARES: gl.constexpr  # programs that share the query heads of a key tile; then all above counts a share as a head
 
     @gluon.jit
     def load_keys(self, b, kv, key, t):
         """Copy K and V of the t-th key tile of this program, once those of the one before were read."""
+        if self.SHARES > 1:
+            kv = kv // self.SHARES
         if t > 0:
             named_barrier("sync", KV_FREE, 128 * self.WARPGROUPS + 32)
         for which in gl.static_range(2):
@@ -322,6 +330,77 @@ def _step(
 
 
 @gluon.jit
+def _store_sums(dk, dv, a, head, key, t, W: gl.constexpr):
+    """Store dK and dV of the t-th key tile, from the shared memory of K and V."""
+    dtype: gl.constexpr = a.q_desc.dtype
+    b, kv, first_key = key_coordinates(a, head, t, 4)
+    if a.SHARES > 1:
+        kv = kv // a.SHARES
+    # V of this warpgroup was read for the last time; K by all when they have met. Both are looked up here: kept
+    # through the loops, their addresses spill.
+    a.v_bufs.index(hide_from_compiler(W)).reshape([ROWS, a.DV]).store(dv.to(dtype))
+    fence_async_shared()
+    store_rows(a.dv_desc, b, kv, first_key + key, 0, a.v_bufs.index(hide_from_compiler(W)))
+    named_barrier("sync", END, 128 * a.WARPGROUPS)
+    a.k_bufs.index(hide_from_compiler(W)).reshape([ROWS, a.D]).store((dk * a.scale).to(dtype))
+    fence_async_shared()
+    store_rows(a.dk_desc, b, kv, first_key + key, 0, a.k_bufs.index(hide_from_compiler(W)))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _pass_sums_on(dk, dv, a, head, n, key, t, W: gl.constexpr):
+    """Add dK and dV of the shares before, in order, and hand the sums to the next share; the last one stores them.
+
+    A thread reads what the same thread of another program wrote, so each warp waits and tells for itself.
+    """
+    share = head % a.SHARES
+    tile = head // a.SHARES * rematerialize(a.key_tiles.tiles_n) + n
+    # Behind the semaphores of the query tiles, which are all that it takes to count them.
+    sequences = a.key_tiles.heads_total // a.heads_kv
+    counter_ptr = a.dq_semaphore_ptr + rematerialize(a.heads) * sequences * rematerialize(a.span.tiles_m) + tile
+    sums_ptr = a.shares_ptr + (tile.to(gl.int64) * a.WARPGROUPS + W) * (ROWS * (a.D + a.DV))
+    if share > 0:
+        while poll(counter_ptr) != share * (4 * a.WARPGROUPS):
+            pass
+        dk = _add_from(sums_ptr, dk)
+        dv = _add_from(sums_ptr + ROWS * a.D, dv)
+    if share < a.SHARES - 1:
+        _store_to(sums_ptr, dk)
+        _store_to(sums_ptr + ROWS * a.D, dv)
+        sync_warp()
+        raise_counter(counter_ptr)
+    else:
+        _store_sums(dk, dv, a, head, key, t, W)
+
+
+@gluon.jit
+def _add_from(ptr, x):
+    """Add numbers that ``_store_to`` stored."""
+    COLUMNS: gl.constexpr = x.shape[1]
+    found = gl.load(_places(ptr, COLUMNS // 8), cache_modifier=".cg")
+    found = found.reshape([COLUMNS // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([ROWS, COLUMNS])
+    return x + gl.convert_layout(found, x.type.layout)
+
+
+@gluon.jit
+def _store_to(ptr, x):
+    """Store a matrix as threads hold it, 16 bytes a thread side by side."""
+    ptrs = _places(ptr, x.shape[1] // 8)
+    gl.store(ptrs, gl.convert_layout(as_added(x).reshape([x.shape[1] // 8, 512]), ptrs.type.layout))
+
+
+@gluon.jit
+def _places(ptr, PIECES: gl.constexpr):
+    """Return where the pieces of a matrix lie, 16 bytes of each thread."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 4], [1, 0])
+    piece = gl.arange(0, PIECES, gl.SliceLayout(1, layout))
+    number = rematerialize(gl.arange(0, 512, gl.SliceLayout(0, layout)))
+    # Partitions are told neither how the tensor is aligned nor, by ``rematerialize``, that numbers follow one another.
+    return gl.max_contiguous(gl.multiple_of(ptr + piece[:, None] * 512 + number[None, :], (16, 16)), (1, 4))
+
+
+@gluon.jit
 def _multiply_partition(a, W: gl.constexpr):
     """Compute dK and dV of keys 64 W to 64 W + 63, and a part of the dQ of each query tile."""
     dtype: gl.constexpr = a.q_desc.dtype
@@ -348,17 +427,10 @@ def _multiply_partition(a, W: gl.constexpr):
             v = _keep_v(a, s_layout, W)
         sums, i = walk_query_tiles(a, span, i, (dk, dv), (v, zero, zero_dq), key, first, edge, end, W)
         dk, dv = sums
-        b, kv, first_key = key_coordinates(a, head, t, 4)
-        # V of this warpgroup was read for the last time; K by all when they have met. Both are looked up here: kept
-        # through the loops, their addresses spill.
-        a.v_bufs.index(hide_from_compiler(W)).reshape([ROWS, a.DV]).store(dv.to(dtype))
-        fence_async_shared()
-        store_rows(a.dv_desc, b, kv, first_key + key, 0, a.v_bufs.index(hide_from_compiler(W)))
-        named_barrier("sync", END, 128 * a.WARPGROUPS)
-        a.k_bufs.index(hide_from_compiler(W)).reshape([ROWS, a.D]).store((dk * a.scale).to(dtype))
-        fence_async_shared()
-        store_rows(a.dk_desc, b, kv, first_key + key, 0, a.k_bufs.index(hide_from_compiler(W)))
-        tma.store_wait(0)
+        if a.SHARES == 1:
+            _store_sums(dk, dv, a, head, key, t, W)
+        else:
+            _pass_sums_on(dk, dv, a, head, n, key, t, W)
         named_barrier("arrive", KV_FREE, 128 * a.WARPGROUPS + 32)
         t += 1
         tile = a.key_tiles.wait(t, 4)
@@ -377,6 +449,7 @@ def _backward_sm90_kernel(
     dq_semaphore_ptr,  # [B * H * tiles_m + 1] int32, 0 before; the last counts key tiles that were drawn
     sequences_ptr,  # packed: [7, B] int32, see ``_order_key_tiles_kernel``; else None
     alibi_ptr,  # [H], [B, H] or None; packed [H] or None
+    shares_ptr,  # [B * HK * tiles_n, WARPGROUPS, 64, D + DV] fp32: dK and dV of shares so far; None without shares
     sizes: HopperBackwardSizes,
     window: Window,
     batch,  # packed: sequences; else None
@@ -389,6 +462,7 @@ def _backward_sm90_kernel(
     STAGES: gl.constexpr,  # query tiles in flight
     V_COLUMNS: gl.constexpr,  # of V that live in registers: 0, 64, 96 or all 128
     MATRIX_REGISTERS: gl.constexpr,
+    SHARES: gl.constexpr,  # programs that share the query heads of a key tile
 ):  # fmt: skip
     """Compute dK and dV of 64 * WARPGROUPS keys and add what they give to dQ. Grid: any."""
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[-2]
@@ -418,13 +492,14 @@ def _backward_sm90_kernel(
         scale_log2, scale,
         CALL.GROUP, CALL.TOGETHER, WARPGROUPS, BLOCK_M, STAGES, D, DV, V_COLUMNS,
         scale if cap_scale is None else cap_scale, cap_scale is not None, slopes,
+        dq_semaphore_ptr if shares_ptr is None else shares_ptr, SHARES,
     )  # fmt: skip
     R: gl.constexpr = MATRIX_REGISTERS
     gl.warp_specialize(
         [
             (_multiply_partition, (a, 0)),
             (_multiply_partition, (a, 1)),
-            (load_partition, (a, 1)),
+            (load_partition, (a, 1 if SHARES == 1 else 2)),
             (write_partition, (a, 0, 1)),
             (write_partition, (a, 1, 1)),
         ],

@@ -69,6 +69,9 @@ class HopperBackwardConfig:
     # (lab/hopper/backward/turns.py). But a program that does not wait runs ahead of the others and appears to read Q,
     # dO and dQ from memory (lab/hopper/backward/13_heads_together.txt).
     heads_together: int = 1
+    # Programs that share the query heads of a K/V head, as if there were as many K/V heads. Each adds its dK and dV, in
+    # fp32, to those of the share before. K/V heads in turns are counted in shares.
+    shares: int = 1
     dependent_launch: bool = True  # a kernel is set up while the one before ends
     prepare_warps: int = 4
     finish_warps: int = 4
@@ -119,8 +122,7 @@ def hopper_backward_config(problem: BackwardProblem, gpu: GpuSpec) -> HopperBack
         config = replace(config, v_columns=64)
     if p.causal and not p.bounded_left:  # a window bounds the walks
         config = _with_heads_together(problem, config, gpu)
-    _, tiles_n = hopper_backward_tiles(problem, config)
-    return replace(config, programs=min(gpu.sms, _tensors(problem) * p.heads_kv * tiles_n))
+    return replace(config, programs=min(gpu.sms, key_tiles(problem, config) * config.shares))
 
 
 def _tensors(problem: BackwardProblem) -> int:
@@ -179,6 +181,11 @@ def hopper_backward_tiles(
 def query_tiles(problem: BackwardProblem, config: HopperBackwardConfig, tokens: tuple[int, int] | None = None) -> int:
     """Return the query tiles of all heads and sequences."""
     return hopper_backward_tiles(problem, config, tokens)[0] * _tensors(problem) * problem.forward.heads
+
+
+def key_tiles(problem: BackwardProblem, config: HopperBackwardConfig) -> int:
+    """Return the key tiles of all K/V heads and sequences."""
+    return hopper_backward_tiles(problem, config)[1] * _tensors(problem) * problem.forward.heads_kv
 
 
 def hopper_backward_refusal(problem: BackwardProblem, gpu: GpuSpec) -> str | None:

@@ -39,6 +39,7 @@ from .plan_sm90 import (
     hopper_backward_tiles,
     hopper_wide_columns,
     is_wide,
+    key_tiles,
     query_tiles,
 )
 from .prepass_triton import (
@@ -72,10 +73,17 @@ def scratch_sizes(
 ) -> dict[str, int]:
     """Return the elements of 4 bytes that a call allocates, by name: those of ``INTEGERS`` int32, the others fp32."""
     tiles = query_tiles(problem, config, tokens)
-    columns, _ = hopper_backward_columns(problem)
+    columns, columns_v = hopper_backward_columns(problem)
     sums = tiles * config.block_m
-    packed = {"sequences": _FIELDS * problem.forward.batch} if problem.forward.packed else {}
-    return {"stats": 2 * sums, "acc": sums * columns, "dq_semaphore": tiles * config.writers + 1, **packed}
+    more = {"sequences": _FIELDS * problem.forward.batch} if problem.forward.packed else {}
+    if config.shares > 1:
+        more["shares"] = key_tiles(problem, config) * config.keys * (columns + columns_v)
+    return {"stats": 2 * sums, "acc": sums * columns, "dq_semaphore": tiles * _semaphores(config) + 1, **more}
+
+
+def _semaphores(config: HopperBackwardConfig) -> int:
+    """Return how many are set to 0 for each query tile: where programs share heads, a second, for as many key tiles."""
+    return 2 if config.shares > 1 else config.writers
 
 
 def prepare_hopper_backward(plan: BackwardPlan, tokens: Tokens | None = None) -> tuple[PreparedKernel, ...]:
@@ -183,7 +191,7 @@ def _prepare(
         "DV": p.head_dim_v,
         "BLOCK_DV": block_dim(p.head_dim_v),
         "BLOCK_M": config.block_m,
-        "WRITERS": config.writers,
+        "WRITERS": _semaphores(config),
         "HAS_DLSE": problem.has_dlse,
     }
     source = kernel_source(_prepare_backward_kernel, arguments, constants, num_warps=config.prepare_warps)
@@ -196,7 +204,8 @@ def _main(problem: BackwardProblem, config: HopperBackwardConfig, grid: Grid, to
     tiles_m, tiles_n = hopper_backward_tiles(problem, config, tokens)
     left, right = (max(0, reach) for reach in p.window)
     seqlen_q, seqlen_k = tokens or (p.seqlen_q, p.seqlen_k)
-    heads_total = p.heads_kv if p.packed else p.batch * p.heads_kv
+    heads_kv = p.heads_kv * config.shares
+    heads_total = heads_kv if p.packed else p.batch * heads_kv
     arguments: dict[str, Argument] = {
         **_descriptors(problem, config, kernel, tokens),
         "dq_semaphore_ptr": Pointer("i32", aligned=True),
@@ -206,7 +215,7 @@ def _main(problem: BackwardProblem, config: HopperBackwardConfig, grid: Grid, to
             "i32",
             "sizes",
             heads=p.heads,
-            heads_kv=p.heads_kv,
+            heads_kv=heads_kv,
             seqlen_q=seqlen_q,
             seqlen_k=seqlen_k,
             tiles_m=tiles_m,
@@ -222,7 +231,7 @@ def _main(problem: BackwardProblem, config: HopperBackwardConfig, grid: Grid, to
     }
     constants: dict[str, Any] = {
         "CALL": HopperBackwardCall(
-            GROUP=p.group,
+            GROUP=p.group // config.shares,
             TOGETHER=config.heads_together,
             BOUND_LEFT=p.bounded_left,
             BOUND_RIGHT=p.bounded_right,
@@ -233,7 +242,9 @@ def _main(problem: BackwardProblem, config: HopperBackwardConfig, grid: Grid, to
     if kernel is _backward_wide_sm90_kernel:
         constants["COLUMNS"] = hopper_wide_columns(problem)
     elif kernel is _backward_sm90_kernel:
+        arguments["shares_ptr"] = Pointer("fp32", aligned=True) if config.shares > 1 else None
         constants |= {"WARPGROUPS": config.warpgroups, "STAGES": config.num_stages, "V_COLUMNS": config.v_columns}
+        constants["SHARES"] = config.shares
     source = kernel_source(kernel, arguments, constants, num_warps=4, dependent_launch=config.dependent_launch)
     return prepare_kernel(source, grid, arguments)
 

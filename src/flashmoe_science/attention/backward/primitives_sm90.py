@@ -538,6 +538,12 @@ def raise_counter(ptr):
 
 
 @gluon.jit
+def sync_warp():
+    """Let each lane of the warp know to be done what the others did."""
+    gl.inline_asm_elementwise("bar.warp.sync 0xffffffff; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def wait_until_read():
     """Wait until the shared memory that this warp's additions read can be written again."""
     asm: gl.constexpr = "cp.async.bulk.wait_group.read 0; bar.warp.sync 0xffffffff; // $0"
