@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from flashmoe_science import flash_attention
+from flashmoe_science.attention.backward import autograd, plan as backward_plan
 from flashmoe_science.attention.backward.autograd import attention_gradients
 from flashmoe_science.attention.inputs import Options
 
@@ -162,6 +165,69 @@ def test_some_of_the_gradients(asked):
     assert list(found) == wanted
     for name in wanted:
         assert torch.equal(found[name], whole[name])
+
+
+@pytest.fixture
+def share(monkeypatch):
+    """Return a function that lets programs share the heads of a group, and walk over some of theirs together."""
+    planned = backward_plan.hopper_backward_config
+
+    def share(shares: int, together: int, in_turns: int = 16) -> None:
+        changes = {"shares": shares, "heads_together": together, "heads_per_group": in_turns}
+        monkeypatch.setattr(
+            backward_plan, "hopper_backward_config",
+            lambda problem, gpu: dataclasses.replace(planned(problem, gpu), programs=gpu.sms, **changes),
+        )  # fmt: skip
+        autograd._prepared.clear()
+
+    yield share
+    autograd._prepared.clear()
+
+
+# Query and K/V heads, shares of a group, heads that are walked over together, and shares in turns.
+SHARED = ((14, 2, 7, 1, 4), (32, 2, 4, 4, 16), (12, 2, 3, 2, 3), (4, 2, 2, 1, 16), (16, 1, 16, 1, 32))
+
+
+@pytest.mark.parametrize(("heads", "heads_kv", "shares", "together", "in_turns"), SHARED)
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_shared_groups(share, heads, heads_kv, shares, together, in_turns, dims):
+    """Right where programs add dK and dV up one after another; dQ has the bits that it has without."""
+    asked: dict[str, Any] = {"kernel": "backward_gluon_sm90", "through_lse": True}
+    pairs = ((1, 1), (300, 500), (700, 700), (700, 300), (1300, 1300))
+    for (queries, keys), causal in itertools.product(pairs, (True, False)):
+        case = Case(2, heads, heads_kv, queries, keys, dims[0], dims[1], "bf16", causal, "shared")
+        inputs = dict(zip("qkv", make_inputs(case, "cuda"), strict=True))
+        share(1, 1)
+        usual, _, _ = differentiate(flash_attention, inputs, {"causal": causal}, **asked)
+        share(shares, together, in_turns)
+        check_gradients(case, kernel="backward_gluon_sm90", through_lse=True)
+        found, _, _ = differentiate(flash_attention, inputs, {"causal": causal}, **asked)
+        assert torch.equal(found["q"], usual["q"])
+
+
+@pytest.mark.parametrize("feature", ["fp16", "window", "softcap", "alibi"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_shared_groups_with_features(share, head_dim, feature):
+    options: dict[str, dict[str, Any]] = {
+        "window": {"window": (650, -1)},
+        "softcap": {"softcap": 15.0},
+        "alibi": {"alibi": "fp32"},
+    }
+    dtype = "fp16" if feature == "fp16" else "bf16"
+    case = FeatureCase(
+        2, 8, 2, 700, 700, head_dim, head_dim, dtype, True, feature, **options.get(feature, {})
+    )  # fmt: skip
+    share(2, 2)
+    check_gradients(case, kernel="backward_gluon_sm90", through_lse=True)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
+def test_a_thousand_repeats_of_shared_groups(share, dims):
+    case = Case(4, 14, 2, 1000, 1100, dims[0], dims[1], "bf16", True, "repeats")
+    share(7, 1)
+    check_gradients(case, kernel="backward_gluon_sm90")
+    inputs = dict(zip("qkv", make_inputs(case, "cuda"), strict=True))
+    assert_repeats(flash_attention, inputs, {"causal": True}, kernel="backward_gluon_sm90")
 
 
 def test_low_scores():

@@ -403,7 +403,6 @@ def _places(ptr, PIECES: gl.constexpr):
 @gluon.jit
 def _multiply_partition(a, W: gl.constexpr):
     """Compute dK and dV of keys 64 W to 64 W + 63, and a part of the dQ of each query tile."""
-    dtype: gl.constexpr = a.q_desc.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, a.BLOCK_M, 16])
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, a.D, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, a.DV, 16])
