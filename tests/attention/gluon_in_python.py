@@ -30,6 +30,9 @@ class Int32(int):
     def __floordiv__(self, other: int) -> Int32:
         return Int32(int(int(self) / int(other)))
 
+    def to(self, _dtype: object) -> int:
+        return int(self)  # of 64 bits
+
     __radd__, __rmul__ = __add__, __mul__
 
 

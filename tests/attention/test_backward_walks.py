@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -73,6 +74,7 @@ class Walk:
         self.a = _Arguments(
             dq_semaphore_ptr=0, key_tiles=queue, span=span, heads=Int32(2 * group), heads_kv=Int32(2),
             GROUP=group, TOGETHER=together, WARPGROUPS=2, BLOCK_M=block_m, STAGES=2, D=64, COLUMNS=64, V_COLUMNS=0,
+            SHARES=1,
         )  # fmt: skip
         for name in ("q_desc", "k_desc", "v_desc", "k_more_desc", "q_more_desc", "do_desc", "stats_desc"):
             setattr(self.a, name, SimpleNamespace(dtype=NOTHING, block_type=SimpleNamespace(nbytes=0)))
@@ -165,6 +167,68 @@ def test_all_partitions_take_the_same_steps(kernel, window, group, together):
                     continue
                 whole = key + 64 <= seqlen_k and (not span.BOUND_RIGHT or key + 63 <= row + seqlen_k - seqlen_q)
                 assert is_masked or whole, f"some of the keys from {key} on are not for row {row}"
+
+
+class _Counter:
+    """How often a counter was raised; nobody waits for more, and no wait is for one value that may have passed."""
+
+    def __init__(self, raised: int):
+        self.raised = raised
+
+    def __lt__(self, other: int) -> bool:
+        assert self.raised >= other, "the share before has not passed its sums on"
+        return False
+
+
+@pytest.mark.parametrize("in_turns", [1, 4, 6, 16])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(300, 300), (129, 257), (1, 2)])
+@pytest.mark.parametrize("kernel", ["d64", "d128"])
+def test_shares_pass_their_sums_on(kernel, seqlen_q, seqlen_k, in_turns):
+    """In the order in which they are drawn, each waits for nobody drawn later; the last stores to the K/V head."""
+    batch, heads_kv, group, shares = 2, 3, 6, 3
+    block_m, keys = KERNELS[kernel][1:3]
+    tiles_m, tiles_n = -(-seqlen_q // block_m), -(-seqlen_k // keys)
+    heads, columns = heads_kv * group, 128 if kernel == "d128" else 64
+    queue = SimpleNamespace(
+        IS_PACKED=False, tiles_n=Int32(tiles_n), heads_total=Int32(batch * heads_kv * shares),
+        heads_per_group=Int32(in_turns),
+    )  # fmt: skip
+    a = _Arguments(
+        key_tiles=queue, span=SimpleNamespace(tiles_m=Int32(tiles_m)), heads=Int32(heads),
+        heads_kv=Int32(heads_kv * shares), SHARES=shares, WARPGROUPS=2, D=columns, DV=columns,
+        dq_semaphore_ptr=0, shares_ptr=0,
+    )  # fmt: skip
+    raised: Counter[int] = Counter()
+    sums: dict[int, list[int]] = {}
+    stored: list[tuple[Any, ...]] = []
+
+    def add_from(pointer, part):
+        return [*sums[pointer], *part]
+
+    def store_sums(dk, dv, _a, head, key, _t, w):
+        b, kv, _ = plain(key_coordinates)(_a, head, 0, 4)
+        stored.append((b, kv // shares, key, w, dk, dv))
+
+    def raise_counter(pointer):
+        assert batch * heads * tiles_m <= pointer < 2 * batch * heads * tiles_m, "not set to 0 by the kernel before"
+        raised[pointer] += 4  # warps
+
+    names: dict[str, Any] = {
+        "rematerialize": lambda x: x, "poll": lambda pointer: _Counter(raised[pointer]),
+        "raise_counter": raise_counter, "_add_from": add_from, "_store_to": sums.__setitem__,
+        "_store_sums": store_sums,
+    }  # fmt: skip
+    locate = partition(KeyTiles.locate_among, gl=SimpleNamespace(minimum=min))
+    pass_sums_on = partition(backward_gluon_sm90._pass_sums_on, **names)
+    for ticket in range(batch * heads_kv * shares * tiles_n):
+        head, n = locate(queue, Int32(ticket), Int32(tiles_n))
+        for w in range(2):
+            pass_sums_on([f"dk {head}"], [f"dv {head}"], a, head, n, n * keys, 0, w)
+    assert len(stored) == batch * heads_kv * tiles_n * 2 == len({place[:4] for place in stored})
+    for b, kv, _, _, *found in stored:
+        first = (b * heads_kv + kv) * shares
+        expected = [[f"{name} {head}" for head in range(first, first + shares)] for name in ("dk", "dv")]
+        assert found == expected
 
 
 PLACES = ((0, 0), (1, 1), (70, 5), (300, 0), (5, 400), (130, 129), (0, 65), (257, 256), (64, 64))  # queries and keys
