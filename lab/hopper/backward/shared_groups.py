@@ -41,7 +41,7 @@ def name_of(problem_plan):
     return f"s{c.shares}t{c.heads_together}x{c.heads_per_group}"
 
 
-# Query and K/V heads, batch, tokens, head size. First those of suite grouped-backward.
+# Query and K/V heads, batch, tokens, head size, and whether causal. First those of suite grouped-backward.
 CASES = [
     (28, 4, 1, 4096, 128), (40, 8, 1, 4096, 128), (64, 8, 1, 8192, 128), (32, 2, 1, 8192, 128), (24, 4, 1, 8192, 64),
     (28, 4, 1, 8192, 128), (32, 2, 1, 4096, 128), (32, 8, 1, 8192, 128), (32, 8, 1, 4096, 128), (28, 4, 1, 2048, 128),
@@ -49,6 +49,7 @@ CASES = [
     (48, 8, 1, 4096, 128), (16, 1, 1, 8192, 128), (28, 4, 1, 4096, 64), (64, 8, 1, 4096, 128), (28, 4, 4, 4096, 128),
     (32, 2, 1, 8192, 64), (40, 8, 1, 8192, 128), (32, 8, 1, 2048, 128), (24, 4, 1, 4096, 64), (64, 8, 1, 8192, 64),
     (16, 8, 1, 8192, 128), (40, 8, 1, 4096, 64), (20, 4, 1, 8192, 128), (32, 8, 1, 8192, 64), (32, 2, 1, 32768, 128),
+    (28, 4, 1, 2048, 128, False), (32, 2, 1, 4096, 128, False), (16, 1, 1, 4096, 128, False), (28, 4, 1, 3000, 128, False),
     (48, 8, 1, 8192, 128), (32, 4, 1, 4096, 64), (28, 4, 1, 16384, 64), (32, 8, 4, 4096, 128),
 ]  # fmt: skip
 # By query heads of a group: shares and heads together.
@@ -63,11 +64,20 @@ WAYS = {
 }
 
 
+def parts_of(case):
+    return (*case, True)[:6]
+
+
+def groups_of(group, causal):
+    """Return shares and heads together: walks of equal lengths gain nothing by heads together."""
+    return WAYS[group] if causal else [(shares, 1) for shares in range(1, group + 1) if group % shares == 0]
+
+
 def ways_of(case):
-    heads, heads_kv, batch, seqlen, head_dim = case
+    heads, heads_kv, batch, seqlen, head_dim, causal = parts_of(case)
     usual = 32 if head_dim == 64 else 16
     found = []
-    for shares, together in WAYS[heads // heads_kv]:
+    for shares, together in groups_of(heads // heads_kv, causal):
         for turns in dict.fromkeys((4, 8, usual)):
             if turns == 4 or turns <= 2 * heads_kv * batch * shares:
                 found.append((shares, together, turns))
@@ -75,19 +85,19 @@ def ways_of(case):
 
 
 def call_of(case):
-    heads, heads_kv, batch, seqlen, head_dim = case
+    heads, heads_kv, batch, seqlen, head_dim, causal = parts_of(case)
     torch.manual_seed(0)
     q, k, v, do = (
         torch.randn(batch, n, seqlen, head_dim, device="cuda").bfloat16() for n in (heads, heads_kv, heads_kv, heads)
     )
-    o, lse = flash_attention(q, k, v, causal=True, return_lse=True)
+    o, lse = flash_attention(q, k, v, causal=causal, return_lse=True)
     tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do": do}
-    options = Options(causal=True, softmax_scale=None, kernel="backward_gluon_sm90")
+    options = Options(causal=causal, softmax_scale=None, kernel="backward_gluon_sm90")
     return lambda: attention_gradients(options, tensors, ["q", "k", "v"]), tensors
 
 
 def compile_one(task):
-    heads, heads_kv, head_dim, way = task
+    heads, heads_kv, head_dim, causal, way = task
     from flashmoe_science.attention.backward.plan import plan_backward
     from flashmoe_science.attention.backward.prepare import prepare_backward_kernels
     from flashmoe_science.attention.backward.problem import BackwardProblem
@@ -99,7 +109,7 @@ def compile_one(task):
     problem = BackwardProblem(
         AttentionProblem(
             batch=1, heads=heads, heads_kv=heads_kv, seqlen_q=4096, seqlen_k=4096, head_dim=head_dim,
-            head_dim_v=head_dim, dtype="bf16", causal=True,
+            head_dim_v=head_dim, dtype="bf16", causal=causal,
         )
     )  # fmt: skip
     for kernel in prepare_backward_kernels(plan_backward(problem, SPECS["H200"], "backward_gluon_sm90")):
@@ -108,9 +118,9 @@ def compile_one(task):
 
 def warm():
     tasks = {}
-    for heads, heads_kv, _, _, head_dim in CASES:
-        for way in (*WAYS[heads // heads_kv], None):
-            tasks.setdefault((heads // heads_kv, head_dim, way), (heads, heads_kv, head_dim, way))
+    for heads, heads_kv, _, _, head_dim, causal in map(parts_of, CASES):
+        for way in (*groups_of(heads // heads_kv, causal), None):
+            tasks.setdefault((heads // heads_kv, head_dim, causal, way), (heads, heads_kv, head_dim, causal, way))
     with concurrent.futures.ProcessPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         list(pool.map(compile_one, tasks.values()))
 
@@ -147,12 +157,12 @@ def check():
                     )  # fmt: skip
 
 
-def cudnn_call(t):
+def cudnn_call(t, causal):
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     q, k, v = (t[n].detach().requires_grad_() for n in "qkv")
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
     return lambda: torch.autograd.grad(o, (q, k, v), t["do"], retain_graph=True)
 
 
@@ -160,14 +170,14 @@ def measure(until):
     flush = torch.empty(64 << 20, dtype=torch.int32, device="cuda")
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
     for case in CASES:
-        heads, heads_kv, batch, seqlen, head_dim = case
+        heads, heads_kv, batch, seqlen, head_dim, causal = parts_of(case)
         if time.monotonic() > until - 4:
             print("no time left for", case)
             continue
         chosen[0] = None
         autograd._prepared.clear()
         call, t = call_of(case)
-        flops = 5 * batch * heads * seqlen * seqlen * head_dim
+        flops = (5 if causal else 10) * batch * heads * seqlen * seqlen * head_dim
         ways = [None, *ways_of(case)]
         calls = {}
         usual = call()
@@ -186,7 +196,7 @@ def measure(until):
                     wrong.append((way, n))
         arms = {way: (lambda way=way: calls[way](t)) for way in ways}
         try:
-            arms["cudnn"] = cudnn_call(t)
+            arms["cudnn"] = cudnn_call(t, causal)
             arms["cudnn"]()
         except RuntimeError as error:
             print("cudnn", error)
@@ -208,7 +218,7 @@ def measure(until):
         c = planned_of(case)
         in_order = sorted((arm for arm in rates if isinstance(arm, tuple)), key=lambda arm: -rates[arm])
         print(
-            f"D{head_dim} {heads}/{heads_kv} {batch}x{seqlen}: cudnn {rates.get('cudnn', 0):.0f},",
+            f"D{head_dim} {heads}/{heads_kv} {batch}x{seqlen}{'' if causal else ' full'}: cudnn {rates.get('cudnn', 0):.0f},",
             f"planned s{c.shares}t{c.heads_together}x{c.heads_per_group} {rates[None]:.0f} |",
             " ".join(f"s{s}t{to}x{tu}:{rates[s, to, tu]:.0f}" for s, to, tu in in_order),
             f"WRONG {wrong}" if wrong else "", flush=True,
@@ -222,10 +232,10 @@ def planned_of(case):
     from flashmoe_science.attention.problem import AttentionProblem
     from flashmoe_science.gpu.device import gpu_at
 
-    heads, heads_kv, batch, seqlen, head_dim = case
+    heads, heads_kv, batch, seqlen, head_dim, causal = parts_of(case)
     forward = AttentionProblem(
         batch=batch, heads=heads, heads_kv=heads_kv, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=head_dim,
-        head_dim_v=head_dim, dtype="bf16", causal=True,
+        head_dim_v=head_dim, dtype="bf16", causal=causal,
     )  # fmt: skip
     return planned(BackwardProblem(forward), gpu_at(torch.device("cuda", 0)))
 
