@@ -98,7 +98,7 @@ def check(head_dim: int, head_dim_v: int, seqlen: int, *, turned: bool) -> None:
     acc = torch.stack([as_held(part) for part in parts.reshape(-1, 64, 64)]).reshape(-1)
     tiles = batch * heads * tiles_m
     seen_by = torch.arange(tiles) % 3  # 0: the tile sees no key, and was not written
-    turns[:-1] = seen_by.repeat_interleave(config.writers)
+    turns[: tiles * config.writers] = seen_by.repeat_interleave(config.writers)
     acc.view(tiles, -1)[seen_by == 0] = math.nan
     dq = torch.full((batch, heads, seqlen, head_dim), math.nan, dtype=torch.float16)
     dq = dq.as_strided(dq.shape, problem.dq_strides)

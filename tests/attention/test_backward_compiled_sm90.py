@@ -96,6 +96,24 @@ def test_kernels_for_packed_sequences_compile(head_dim, head_dim_v, dtype, causa
 
 
 @pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "dtype", "heads"),
+    all_but(
+        [
+            (128, 128, "bf16", (28, 4)),
+            (128, 128, "fp16", (32, 2)),
+            (128, 128, "bf16", (16, 2)),
+            (64, 64, "bf16", (24, 4)),
+            (104, 40, "bf16", (28, 4)),
+        ],
+        "(128, 128, 'bf16', (28, 4))",
+    ),
+)
+def test_kernels_that_share_groups_compile(head_dim, head_dim_v, dtype, heads, tmp_path):
+    """Sums of other programs are added behind the loops, which stay as they are."""
+    check_compiled(head_dim, head_dim_v, dtype, True, (-1, -1), heads, tmp_path, batch=1)
+
+
+@pytest.mark.parametrize(
     ("head_dim", "head_dim_v", "spilled"),
     all_but([(128, 128, 40), (64, 64, 136), (104, 40, 0), (256, 256, 0), (192, 128, 56)], "(104, 40, 0)"),
 )
@@ -127,15 +145,16 @@ def test_kernels_with_alibi_compile(dims, dtype, mask, packed, tmp_path):
     check_compiled(dims[0], dims[1], dtype, is_causal, window, (8, 4), tmp_path, packed=packed, alibi="fp32")
 
 
-def check_compiled(head_dim, head_dim_v, dtype, causal, window, heads, tmp_path, *, packed=False, alibi=""):
+def check_compiled(head_dim, head_dim_v, dtype, causal, window, heads, tmp_path, *, packed=False, alibi="", batch=64):
     import triton
 
     from flashmoe_science.attention.backward.gluon_sm90 import FREE
 
     plan = plan_of(
         head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, causal=causal, window=window, asked={"has_dlse": True},
-        heads=heads[0], heads_kv=heads[1], packed=packed, alibi=alibi, kernel="backward_gluon_sm90",
+        heads=heads[0], heads_kv=heads[1], packed=packed, alibi=alibi, batch=batch, kernel="backward_gluon_sm90",
     )  # fmt: skip
+    assert (plan.config.shares > 1) == (batch == 1)
     *first, before, main, after = prepare_backward_kernels(plan)
     for kernel, promised in zip((*first, before, main, after), plan.launches, strict=True):
         compiled = compile_kernel(kernel.source, 90)
@@ -153,7 +172,7 @@ def check_compiled(head_dim, head_dim_v, dtype, causal, window, heads, tmp_path,
         of_192 = 72
     holds_v = dict(main.source.constants).get("V_COLUMNS", 0) > 0
     narrow = 8 if head_dim_v <= 64 else 32 if holds_v else 0
-    outside_of_loops = 40 * (packed or bool(alibi))
+    outside_of_loops = 40 * (packed or bool(alibi)) + 16 * (plan.config.shares > 1)
     outside_of_loops += narrow if 64 < head_dim <= 128 else of_192 if is_192 else 0
     assert read_resources(main.source, 90).spill_bytes <= outside_of_loops
     compiled = compile_kernel(main.source, 90)

@@ -279,9 +279,10 @@ def test_spans_are_what_the_window_shows(block_m, keys):
 
 
 def test_programs_are_no_more_than_key_tiles():
-    plan = plan_of(batch=1, heads=2, heads_kv=1, seqlen_k=300)
-    assert plan.launches[1].grid == (3, 1, 1)
-    assert plan_of().launches[1].grid == (2 * 4 * 9, 1, 1)
+    sizes = {"batch": 1, "heads": 2, "heads_kv": 1, "seqlen_k": 300}
+    assert plan_of(**sizes, causal=False).launches[1].grid == (3, 1, 1)
+    assert plan_of(**sizes).launches[1].grid == (2 * 3, 1, 1)  # two programs share the heads
+    assert plan_of(causal=False).launches[1].grid == (2 * 4 * 9, 1, 1)
     assert plan_of(seqlen_k=8192).launches[1].grid == (132, 1, 1)
 
 
@@ -289,7 +290,7 @@ def test_short_causal_steps_take_more_heads_in_turns():
     found = {}
     for head_dim in (64, 128, 256):
         for causal in (False, True):
-            config = plan_of(head_dim=head_dim, head_dim_v=head_dim, causal=causal).config
+            config = plan_of(batch=64, head_dim=head_dim, head_dim_v=head_dim, causal=causal).config
             assert isinstance(config, HopperBackwardConfig)
             found[head_dim, causal] = config.heads_per_group
     assert found == {key: 32 if key == (64, True) else 16 for key in found}
@@ -305,14 +306,15 @@ def test_short_causal_steps_take_more_heads_in_turns():
         ({"heads": 28, "heads_kv": 4}, 7),
         ({"heads_kv": 2, "seqlen_q": 2048, "seqlen_k": 2048, "gpu": "H100"}, 2),
         ({"heads_kv": 2, "seqlen_k": 1024, "gpu": "H100"}, 4),
-        ({"heads": 28, "heads_kv": 4, "seqlen_q": 4096, "seqlen_k": 4096}, 1),
+        ({"heads": 28, "heads_kv": 4, "seqlen_q": 4096, "seqlen_k": 4096}, 7),
+        ({"heads": 28, "heads_kv": 4, "seqlen_q": 4096, "seqlen_k": 4096, "gpu": "H100"}, 1),
         ({"heads": 28, "heads_kv": 4, "seqlen_q": 4096, "seqlen_k": 4096, "head_dim": 64, "head_dim_v": 64}, 7),
         ({"heads_kv": 1, "head_dim": 64, "head_dim_v": 64}, 4),
         ({"heads_kv": 1, "seqlen_q": 16384, "seqlen_k": 16384}, 4),
         ({"heads_kv": 1, "seqlen_q": 16384, "seqlen_k": 16385}, 1),
         ({"heads_kv": 1, "seqlen_q": 1000, "seqlen_k": 2000}, 8),
         ({"heads_kv": 1, "seqlen_q": 1000, "seqlen_k": 2001}, 1),
-        ({"heads": 6, "heads_kv": 2}, 1),
+        ({"heads": 6, "heads_kv": 2}, 3),
         ({"heads_kv": 8}, 1),
         ({"causal": False}, 1),
         ({"window": (100, -1)}, 1),
@@ -323,12 +325,75 @@ def test_short_causal_steps_take_more_heads_in_turns():
 )
 def test_heads_of_a_group_are_walked_over_together(change, together):
     """Where walks over a head are unlike in length, as many as the group is a multiple of; and a kernel is told so."""
-    plan = plan_of(**change)
+    plan = plan_of(**{"batch": 64, **change})
     assert isinstance(plan.config, HopperBackwardConfig)
-    assert plan.config.heads_together == together
+    assert (plan.config.heads_together, plan.config.shares) == (together, 1)
     assert plan.problem.forward.group % together == 0
     call = dict(prepare_backward_kernels(plan)[1].source.constants)["CALL"]
     assert together == call.TOGETHER
+
+
+# Query and K/V heads, tokens, head size; shares, heads together and shares in turns on an H200, and on an H100.
+SHARED: dict[tuple[int, int, int, int], tuple[tuple[int, int, int], tuple[int, int, int]]] = {
+    (28, 4, 4096, 128): ((7, 1, 4), (7, 1, 4)),
+    (28, 4, 8192, 128): ((1, 7, 8), (1, 1, 16)),
+    (40, 8, 4096, 128): ((1, 5, 8), (1, 1, 16)),
+    (20, 4, 4096, 128): ((5, 1, 4), (5, 1, 4)),
+    (24, 4, 4096, 128): ((2, 3, 8), (2, 3, 8)),
+    (24, 4, 8192, 64): ((2, 3, 8), (1, 2, 32)),
+    (64, 8, 4096, 128): ((2, 4, 8), (1, 2, 16)),
+    (64, 8, 8192, 128): ((1, 4, 16), (1, 2, 16)),
+    (32, 2, 4096, 128): ((4, 4, 8), (4, 4, 8)),
+    (32, 2, 16384, 128): ((4, 4, 8), (1, 2, 16)),
+    (32, 2, 32768, 128): ((1, 1, 16), (1, 1, 16)),
+    (16, 1, 8192, 128): ((4, 4, 8), (4, 4, 8)),
+    (32, 8, 2048, 128): ((2, 2, 8), (2, 2, 8)),
+    (71, 1, 16384, 64): ((71, 1, 4), (71, 1, 4)),
+    (71, 1, 16384, 256): ((1, 1, 16), (1, 1, 16)),
+}
+
+
+@pytest.mark.parametrize("sizes", SHARED, ids=str)
+def test_programs_share_groups_where_key_tiles_are_few(sizes):
+    """Kernels are told so; there is room for the sums and for a semaphore of each key tile."""
+    heads, heads_kv, seqlen, head_dim = sizes
+    change = {"batch": 1, "heads": heads, "heads_kv": heads_kv, "seqlen_q": seqlen, "seqlen_k": seqlen}
+    for gpu, expected in zip(("H200", "H100"), SHARED[sizes], strict=True):
+        plan = plan_of(gpu=gpu, **change, head_dim=head_dim, head_dim_v=head_dim)
+        config = plan.config
+        assert isinstance(config, HopperBackwardConfig)
+        assert (config.shares, config.heads_together, config.heads_per_group) == expected
+        scratch = scratch_sizes(plan.problem, config)
+        key_tiles, query_tiles = heads_kv * -(-seqlen // config.keys), heads * -(-seqlen // config.block_m)
+        before, main, _ = prepare_backward_kernels(plan)
+        call = dict(main.source.constants)["CALL"]
+        assert (heads // heads_kv // config.shares, config.heads_together) == (call.GROUP, call.TOGETHER)
+        assert ("share" in plan.reason) == (config.shares > 1)
+        if config.shares > 1:
+            assert dict(main.source.constants)["SHARES"] == config.shares
+            assert dict(before.source.constants)["WRITERS"] == 2
+            assert scratch["dq_semaphore"] == 2 * query_tiles + 1
+            assert scratch["shares"] == key_tiles * config.keys * 2 * head_dim
+            assert key_tiles <= query_tiles
+        elif head_dim <= 128:
+            assert "shares" not in scratch
+            assert scratch["dq_semaphore"] == query_tiles + 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"causal": False}, {"window": (100, -1)}, {"softcap": 9.0}, {"alibi": "fp32"}, {"packed": True},
+        {"heads_kv": 8}, {"seqlen_k": 2001},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_other_calls_share_no_groups(change):
+    """No run showed that it gains there."""
+    config = plan_of(**change).config
+    assert isinstance(config, HopperBackwardConfig)
+    assert config.shares == 1
+    assert plan_of().config.shares == 2  # type: ignore[union-attr]
 
 
 def test_slower_memory_takes_fewer_heads_together():
@@ -336,7 +401,7 @@ def test_slower_memory_takes_fewer_heads_together():
     found = {}
     for gpu, dim, heads_kv in itertools.product(("H100", "H200"), (64, 128, 192, 256), (1, 4)):
         columns_v = 128 if dim == 192 else dim
-        config = plan_of(gpu=gpu, heads_kv=heads_kv, head_dim=dim, head_dim_v=columns_v).config
+        config = plan_of(gpu=gpu, batch=64, heads_kv=heads_kv, head_dim=dim, head_dim_v=columns_v).config
         assert isinstance(config, HopperBackwardConfig)
         found[gpu, dim, 8 // heads_kv] = config.heads_together
     assert found == {

@@ -17,6 +17,9 @@ which has the longest causal walk, is fetched first. With a left window bound, t
 query tile that sees it. When causal, four or two heads of a group are walked over together, each query tile in all of
 them. A key tile with a shorter walk waits for the one before it at each further walk, so fewer walks mean fewer waits.
 
+Where key tiles are few, programs share the query heads of a K/V head, each as if its heads had a K/V head of their own.
+Each adds its dK and dV to those of the share before, in fp32 and in order, and the last one stores them.
+
 At D = 128, part of V stays in registers, because shared-memory bandwidth limits a step. dP is then computed after the
 scores have become P, in the same registers.
 

@@ -19,6 +19,7 @@ from .plan_sm90 import (
     hopper_backward_launches,
     hopper_backward_refusal,
     is_wide,
+    key_tiles,
     too_short_for_tiles,
 )
 from .problem import BackwardProblem
@@ -305,6 +306,9 @@ def _portable(problem: BackwardProblem) -> str:
 def _hopper_plan(problem: BackwardProblem, gpu: GpuSpec, why: str) -> BackwardPlan:
     config = hopper_backward_config(problem, gpu)
     launches = hopper_backward_launches(problem, config)
+    if config.shares > 1:
+        tiles = key_tiles(problem, config)
+        why += f"; {config.shares} programs share the heads of a group, as {tiles} key tiles are few for {gpu.sms} SMs"
     return BackwardPlan(problem, gpu.name, gpu.arch, "backward_gluon_sm90", config, launches, why)
 
 

@@ -38,6 +38,13 @@ _WHOLE_GROUPS_IN_TURNS = 4
 # (lab/hopper/backward/18_long_sequences_h100.txt).
 _LONG = 32768
 _LONG_HEADS_PER_GROUP = 4
+# Few K/V heads make few key tiles, unlike in length, and the longest decides. Programs then share a group, so that an
+# SM has about two tiles. What is fastest of a causal call, on an H200 (lab/hopper/backward/19_shared_groups_h200.txt):
+# each share walks over all of its heads together, three to five, with eight shares in turns; one alone with four.
+_TILES_OF_AN_SM = 1.9
+_PLENTY_OF_TILES = 3  # of an SM, from where on plans for groups of 4, 8 and 16 are those of a run that claims rest on
+_MOST_OF_A_SHARE = 5
+_SHARES_IN_TURNS, _SINGLE_HEADS_IN_TURNS = 8, 4
 _SERVED = ("a sliding window", "a softcap", "ALiBi", "attention sinks", "packed sequences")  # sinks are part of the LSE
 _MAX = 2**29  # positions: a sum of two of them, rounded up, stays in 32 bits
 _MAX_QUERY_TILES = 2**22  # rows of what is kept of them, 512 each at the most, are counted in 32 bits
@@ -142,12 +149,38 @@ def _with_heads_together(problem: BackwardProblem, config: HopperBackwardConfig,
     # With few queries and many keys, all walks are about equally long.
     if p.seqlen_k > min(_LONGEST_TOGETHER, 2 * p.seqlen_q):
         return config
+    shares = _shares(problem, config, gpu)
+    if shares:
+        together = p.group // shares
+        in_turns = _SHARES_IN_TURNS if together > 1 else _SINGLE_HEADS_IN_TURNS
+        return replace(config, shares=shares, heads_together=together, heads_per_group=in_turns)
     short = _SHORT if p.group > 4 else _SHORT // 2
     is_short = columns == _NARROW and p.seqlen_k <= short and 4 <= p.group <= _MOST_PACKED_TOGETHER
     is_odd = columns == 64 and p.group % 2 == 1 and 1 < p.group <= _MOST_PACKED_TOGETHER
     if is_short or is_odd:
         return replace(config, heads_together=p.group, heads_per_group=_WHOLE_GROUPS_IN_TURNS)
     return replace(config, heads_together=math.gcd(p.group, _most_heads_together(problem, config, gpu)))
+
+
+def _shares(problem: BackwardProblem, config: HopperBackwardConfig, gpu: GpuSpec) -> int:
+    """Return how many programs share the heads of a group, or 0 where another rule decides.
+
+    Each share passes dK and dV on. There are as many semaphores for that as query tiles: enough, with two query heads a
+    group and up to twice as many keys as queries.
+    """
+    p, tiles = problem.forward, key_tiles(problem, config)
+    if is_wide(problem) or p.group == 1 or p.softcap or p.alibi:
+        return 0
+    enough = _TILES_OF_AN_SM * gpu.sms
+    if tiles >= enough:  # on an H100 walks over whole groups were slower there
+        is_other = p.group > 2 and p.group % 4 > 0
+        if gpu.bandwidth_bytes_per_s < _FAST_MEMORY or not (is_other or tiles < _PLENTY_OF_TILES * gpu.sms):
+            return 0
+    divisors = [shares for shares in range(1, p.group + 1) if p.group % shares == 0]
+    shares = next((n for n in divisors if tiles * n >= enough and p.group // n <= _MOST_OF_A_SHARE), p.group)
+    if shares == p.group and tiles >= enough:  # single heads lose to a whole group, such as seven
+        return 1 if p.group <= _MOST_PACKED_TOGETHER else 0
+    return shares
 
 
 def _most_heads_together(problem: BackwardProblem, config: HopperBackwardConfig, gpu: GpuSpec) -> int:
