@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
+from flashmoe_science.attention.backward.plan_sm90 import HopperBackwardConfig
 from flashmoe_science.attention.backward.prepare import prepare_backward_kernels
 from flashmoe_science.gpu.compile import compile_kernel, read_resources
 from flashmoe_science.gpu.launch import count_parameters
@@ -154,6 +155,7 @@ def check_compiled(head_dim, head_dim_v, dtype, causal, window, heads, tmp_path,
         head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, causal=causal, window=window, asked={"has_dlse": True},
         heads=heads[0], heads_kv=heads[1], packed=packed, alibi=alibi, batch=batch, kernel="backward_gluon_sm90",
     )  # fmt: skip
+    assert isinstance(plan.config, HopperBackwardConfig)
     assert (plan.config.shares > 1) == (batch == 1)
     *first, before, main, after = prepare_backward_kernels(plan)
     for kernel, promised in zip((*first, before, main, after), plan.launches, strict=True):

@@ -279,7 +279,7 @@ def test_spans_are_what_the_window_shows(block_m, keys):
 
 
 def test_programs_are_no_more_than_key_tiles():
-    sizes = {"batch": 1, "heads": 2, "heads_kv": 1, "seqlen_k": 300}
+    sizes: dict[str, Any] = {"batch": 1, "heads": 2, "heads_kv": 1, "seqlen_k": 300}
     assert plan_of(**sizes, causal=False).launches[1].grid == (3, 1, 1)
     assert plan_of(**sizes).launches[1].grid == (2 * 3, 1, 1)  # two programs share the heads
     assert plan_of(causal=False).launches[1].grid == (2 * 4 * 9, 1, 1)
@@ -370,7 +370,7 @@ def test_programs_share_groups_where_key_tiles_are_few(sizes):
         assert (heads // heads_kv // config.shares, config.heads_together) == (call.GROUP, call.TOGETHER)
         assert ("share" in plan.reason) == (config.shares > 1)
         if config.shares > 1:
-            assert dict(main.source.constants)["SHARES"] == config.shares
+            assert dict(main.source.constants)["shares.COUNT"] == config.shares
             assert dict(before.source.constants)["WRITERS"] == 2
             assert scratch["dq_semaphore"] == 2 * query_tiles + 1
             assert scratch["shares"] == key_tiles * config.keys * 2 * head_dim
@@ -461,8 +461,9 @@ class Launches:
 
 @pytest.mark.parametrize("dims", [(128, 128), (192, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("packed", [False, True])
-def test_launches_take_addresses_first(dims, packed):
-    plan = plan_of(head_dim=dims[0], head_dim_v=dims[1], packed=packed, alibi="fp32", asked={"has_dlse": True})
+@pytest.mark.parametrize("alibi", ["", "fp32"])
+def test_launches_take_addresses_first(dims, packed, alibi):
+    plan = plan_of(head_dim=dims[0], head_dim_v=dims[1], packed=packed, alibi=alibi, asked={"has_dlse": True})
     for kernel in prepare_backward_kernels(plan):
         are_tensors = [kind.startswith(("*", "tensordesc")) for _, kind in kernel.source.signature]
         assert are_tensors == sorted(are_tensors, reverse=True), kernel.source.name
@@ -491,7 +492,10 @@ def test_each_call_has_counters_and_sums_of_its_own(monkeypatch):
     monkeypatch.setattr(torch, "empty", keep)
     found = call(tensors)
     assert launches.names == [launch.pattern for launch in plan.launches]
-    order = [[name.removesuffix("_ptr") for name in kernel.tensors] for kernel in prepare_backward_kernels(plan)]
+    order = [
+        [name.rpartition(".")[2].removesuffix("_ptr") for name in kernel.tensors]
+        for kernel in prepare_backward_kernels(plan)
+    ]
     named = [dict(zip(names, given, strict=False)) for names, given in zip(order, launches.given, strict=True)]
     before, main, after = named
     for name in ("q", "k", "v", "do"):

@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 from flashmoe_science import flash_attention
 from flashmoe_science.attention.backward import autograd, plan as backward_plan
 from flashmoe_science.attention.backward.autograd import attention_gradients
+from flashmoe_science.attention.backward.plan_sm90 import hopper_backward_config
 from flashmoe_science.attention.inputs import Options
 
 from .cases import PAIRS, Case, FeatureCase
@@ -170,14 +171,15 @@ def test_some_of_the_gradients(asked):
 @pytest.fixture
 def share(monkeypatch):
     """Return a function that lets programs share the heads of a group, and walk over some of theirs together."""
-    planned = backward_plan.hopper_backward_config
 
     def share(shares: int, together: int, in_turns: int = 16) -> None:
-        changes = {"shares": shares, "heads_together": together, "heads_per_group": in_turns}
-        monkeypatch.setattr(
-            backward_plan, "hopper_backward_config",
-            lambda problem, gpu: dataclasses.replace(planned(problem, gpu), programs=gpu.sms, **changes),
-        )  # fmt: skip
+        def config(problem, gpu):
+            return dataclasses.replace(
+                hopper_backward_config(problem, gpu), programs=gpu.sms, shares=shares, heads_together=together,
+                heads_per_group=in_turns,
+            )  # fmt: skip
+
+        monkeypatch.setattr(backward_plan, "hopper_backward_config", config)
         autograd._prepared.clear()
 
     yield share

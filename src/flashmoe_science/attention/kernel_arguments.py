@@ -242,6 +242,13 @@ class HopperBackwardCall(NamedTuple):
     SEES_AHEAD: bool  # with ALiBi: rows see keys behind their own position
 
 
+class Shares(NamedTuple):
+    """Programs that share the query heads of a key tile; without them COUNT is 1 and the pointer None."""
+
+    shares_ptr: Any  # [B * HK * tiles_n, WARPGROUPS, 64, D + DV] fp32: dK and dV of shares so far
+    COUNT: int
+
+
 class QuerySizes(NamedTuple):
     """Sizes for the gradient of q; packed: the longest lengths, read for a bias alone."""
 

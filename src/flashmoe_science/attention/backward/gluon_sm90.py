@@ -54,7 +54,7 @@ from ...gpu.gluon_sm90 import (
     unpack,
 )
 from ...gpu.gluon_versions import aggregate, tma_add, tma_load, tma_store
-from ..kernel_arguments import HopperBackwardSizes, Window
+from ..kernel_arguments import HopperBackwardSizes, Shares, Window
 from .primitives_sm90 import (
     KeyTiles,
     Slopes,
@@ -451,7 +451,7 @@ def _backward_sm90_kernel(
     dq_semaphore_ptr,  # [B * H * tiles_m + 1] int32, 0 before; the last counts key tiles that were drawn
     sequences_ptr,  # packed: [7, B] int32, see ``_order_key_tiles_kernel``; else None
     alibi_ptr,  # [H], [B, H] or None; packed [H] or None
-    shares_ptr,  # [B * HK * tiles_n, WARPGROUPS, 64, D + DV] fp32: dK and dV of shares so far; None without shares
+    shares: Shares,
     sizes: HopperBackwardSizes,
     window: Window,
     batch,  # packed: sequences; else None
@@ -464,7 +464,6 @@ def _backward_sm90_kernel(
     STAGES: gl.constexpr,  # query tiles in flight
     V_COLUMNS: gl.constexpr,  # of V that live in registers: 0, 64, 96 or all 128
     MATRIX_REGISTERS: gl.constexpr,
-    SHARES: gl.constexpr,  # programs that share the query heads of a key tile
 ):  # fmt: skip
     """Compute dK and dV of 64 * WARPGROUPS keys and add what they give to dQ. Grid: any."""
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[-2]
@@ -494,14 +493,14 @@ def _backward_sm90_kernel(
         scale_log2, scale,
         CALL.GROUP, CALL.TOGETHER, WARPGROUPS, BLOCK_M, STAGES, D, DV, V_COLUMNS,
         scale if cap_scale is None else cap_scale, cap_scale is not None, slopes,
-        dq_semaphore_ptr if shares_ptr is None else shares_ptr, SHARES,
+        dq_semaphore_ptr if shares.shares_ptr is None else shares.shares_ptr, shares.COUNT,
     )  # fmt: skip
     R: gl.constexpr = MATRIX_REGISTERS
     gl.warp_specialize(
         [
             (_multiply_partition, (a, 0)),
             (_multiply_partition, (a, 1)),
-            (load_partition, (a, 1 if SHARES == 1 else 2)),
+            (load_partition, (a, 1 if shares.COUNT == 1 else 2)),
             (write_partition, (a, 0, 1)),
             (write_partition, (a, 1, 1)),
         ],

@@ -242,9 +242,9 @@ def _main(problem: BackwardProblem, config: HopperBackwardConfig, grid: Grid, to
     if kernel is _backward_wide_sm90_kernel:
         constants["COLUMNS"] = hopper_wide_columns(problem)
     elif kernel is _backward_sm90_kernel:
-        arguments["shares_ptr"] = Pointer("fp32", aligned=True) if config.shares > 1 else None
+        arguments["shares.shares_ptr"] = Pointer("fp32", aligned=True) if config.shares > 1 else None
         constants |= {"WARPGROUPS": config.warpgroups, "STAGES": config.num_stages, "V_COLUMNS": config.v_columns}
-        constants["SHARES"] = config.shares
+        constants["shares.COUNT"] = config.shares
     source = kernel_source(kernel, arguments, constants, num_warps=4, dependent_launch=config.dependent_launch)
     return prepare_kernel(source, grid, arguments)
 
