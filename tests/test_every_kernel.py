@@ -36,7 +36,7 @@ pytestmark = pytest.mark.triton
 
 PACKAGE = Path(__file__).parents[1] / "src" / "flashmoe_science"
 GPUS = {80: "A100", 86: "A10G", 89: "L4", 90: "H200", 100: "B200", 120: "RTX 5090"}
-# Of these, each kernel compiles for one in `make test`: their matrix instructions are the same.
+# Their matrix instructions are the same, so `make test` compiles each kernel for one of them.
 ALIKE = (80, 86, 89, 120)
 # Besides files that end in ``_sm90``: what kernels for Hopper alone need before or after them.
 FOR_HOPPER = ("attention/backward/prepass_triton.py", "attention/forward/sequences_triton.py")

@@ -21,7 +21,7 @@ from .conftest import RUN_ID
 
 ROOT = Path(__file__).resolve().parents[2]
 VERBS = (
-    *("prove", "diagnose", "compare", "verify", "show", "report", "runs", "explain", "doctor"),
+    *("prove", "diagnose", "compare", "verify", "show", "report", "runs", "import", "export", "explain", "doctor"),
     *(
         "init",
         "suites",

@@ -113,7 +113,7 @@ def test_verify_with_a_record_that_cannot_be_read_judges_the_others_and_returns_
     assert "evidence/broken.json cannot be read, and may be of a run that decides it" in out
     assert out.endswith("1 record cannot be read, so no claim that may rest on it is demonstrated\n")
     assert err.startswith(f"warning: {broken}: key (document): Invalid JSON")
-    assert err.endswith("hint: restore it with git, or take it out of evidence/\n")
+    assert err.endswith("hint: restore it with git or `flashmoe export`, or take it out of evidence/\n")
     document = json.loads(run("verify", "--json")[1])
     assert (document["exit_code"], len(document["unreadable"])) == (2, 1)
 

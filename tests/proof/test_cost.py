@@ -67,6 +67,8 @@ def test_the_size_of_a_record():
     record = build_record(baselines={"sdpa": 1.0, "other": 1.0}, processes=2, rounds=7)
     assert size_of(record) == RunSize(cases=3, arms=4, rounds=7, workers=4, cells=12)
     assert size_of(build_record(times=("graph", "wall"))).workers == 3
+    large = record.cases[0].model_copy(update={"work": record.cases[0].work.model_copy(update={"flops": 1e11})})
+    assert size_of(record.model_copy(update={"cases": [large, *record.cases[1:]]})).large == pytest.approx(1 / 3)
     arm = Arm(name="flash_attention", role="subject", status="refused")
     case = record.cases[0].model_copy(update={"arms": [arm], "rounds": []})
     assert size_of(record.model_copy(update={"cases": [case, *record.cases[1:]]})).cases == 2

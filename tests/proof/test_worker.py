@@ -14,6 +14,7 @@ import pytest
 
 from flashmoe_science.proof import processes, worker
 from flashmoe_science.proof.processes import ProcessGroup, run_command
+from flashmoe_science.proof.spent import sum_up
 from flashmoe_science.proof.worker import TaskCall, run_task, run_tasks
 
 from .processes import is_alive, wait_for, wait_until_dead
@@ -52,6 +53,15 @@ def test_events_arrive_in_order_and_at_once(tmp_path):
     result = run("count_when_told", {"n": 3, "folder": str(tmp_path)}, on_event=note)
     assert (result.data, result.reason) == ({"n": 3}, "")
     assert seen == [0, 1, 2]
+
+
+def test_a_task_tells_where_its_seconds_went():
+    result = run("spend")
+    assert set(result.spent) == {"start", "outer", "inner"}
+    assert result.spent["inner"] >= 0.3
+    assert 0.1 <= result.spent["outer"] < result.spent["inner"]
+    assert sum(result.spent.values()) <= result.seconds
+    assert sum_up({"outer": 0.1, "inner": 0.31, "none": 0.0}, 0.5) == "inner 0.3 s, outer 0.1 s, other 0.1 s"
 
 
 def test_timeout_is_about_silence(clock, tmp_path):
@@ -234,3 +244,23 @@ def test_a_command_in_another_folder_imports_what_a_relative_path_names(tmp_path
     code = "import only_here, os; print(os.environ['PYTHONPATH'])"
     done = run_command([sys.executable, "-c", code], cwd=str(tmp_path), timeout_s=LIMIT_S)
     assert done.output_tail.strip() == os.pathsep.join([str(tmp_path / "here" / "packages"), "/nowhere"])
+
+
+def test_an_interrupt_while_a_command_starts_leaves_no_process(monkeypatch):
+    started: list[int] = []
+
+    class Interrupted(ProcessGroup):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            started.append(self.process.pid)
+            signal.raise_signal(signal.SIGINT)  # before anybody holds what was started
+
+    monkeypatch.setattr(processes, "ProcessGroup", Interrupted)
+    outside = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in a shell's background ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_command([sys.executable, "-c", "import time; time.sleep(600)"], cwd=".", timeout_s=600)
+        assert wait_until_dead(started[0])
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, outside)

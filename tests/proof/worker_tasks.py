@@ -10,11 +10,21 @@ import sys
 import time
 from pathlib import Path
 
+from flashmoe_science.proof.spent import spending
 from flashmoe_science.proof.worker import meet, rank_here
 
 
 def answer(payload, emit):
     return {"got": payload, "pid": os.getpid()}
+
+
+def spend(payload, emit):
+    """Take some time for one part, and some of it for another within."""
+    with spending("outer"):
+        time.sleep(0.1)
+        with spending("inner"):
+            time.sleep(0.3)
+    return {}
 
 
 def count(payload, emit):

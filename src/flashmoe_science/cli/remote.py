@@ -111,7 +111,7 @@ def _settle(result: HostResult, request: ProveRequest, terminal: Terminal, store
 def _book_set_up(
     request: ProveRequest, record: Record | None, held_seconds: float, terminal: Terminal, store: Store
 ) -> None:
-    """Book the time in which a machine was held and no gate had its GPU: packages, environment, build."""
+    """Book the time in which a machine was held and no gate had its GPU: wheels, environment, build."""
     gpu = record.environment.gpu_name if record is not None else ""
     seconds = held_seconds - (spent_seconds(record) if record is not None else 0.0)
     if seconds <= 0 or (record is not None and not gpu):

@@ -132,7 +132,7 @@ def verify(
         said = f"{counted(len(unreadable), 'record')} cannot be read, so no claim that may rest on it is demonstrated"
         terminal.show(said.replace("on it", "on them") if len(unreadable) > 1 else said)
         if not all(error.hint for error in unreadable):
-            hint = "restore it with git, or take it out of evidence/"
+            hint = "restore it with git or `flashmoe export`, or take it out of evidence/"
             terminal.log.print(f"hint: {hint}", soft_wrap=True)
     plain = [as_plain(verdict) for verdict in verdicts]
     lost = [str(error) for error in wrong]

@@ -6,16 +6,37 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 OUTPUT_TAIL_BYTES = 16 * 1024
 REASON_LIMIT = 2000  # characters
 
+# Runs a command in its own group, and ends that group when this process is gone, however it went: a signal that kills
+# leaves nobody to do it. ``argv``: a pipe that nobody writes to, one for why the command cannot start, the command.
+_GUARD = """
+import os, resource, signal, subprocess, sys, threading
+held, said = int(sys.argv[1]), int(sys.argv[2])
+def watch():
+    os.read(held, 1)
+    os.killpg(0, signal.SIGKILL)
+threading.Thread(target=watch, daemon=True).start()
+try:
+    code = subprocess.Popen(sys.argv[3:], stdin=subprocess.DEVNULL).wait()
+except OSError as error:
+    os.write(said, (error.strerror or str(error)).encode())
+    os._exit(127)
+if code < 0:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
+    os.kill(os.getpid(), -code)
+os._exit(code)
+"""
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # what ends a run, and leaves its record
 
 _STARTED_IN = Path.cwd()  # what a relative entry of PYTHONPATH is relative to
@@ -33,6 +54,7 @@ class TaskResult:
     timed_out: bool = False  # it was silent for longer than allowed
     limit_reached: bool = False  # it ran for as long as it might in all
     given_up: bool = False  # another rank of its task failed
+    spent: Mapping[str, float] = field(default_factory=dict)  # seconds of its parts, of a worker that told
 
 
 class ProcessGroup:
@@ -94,19 +116,30 @@ def run_command(
 ) -> TaskResult:
     """Run a command to its end; ``data`` is empty. A command that cannot start is a result too.
 
-    ``on_wait`` is called now and then with the seconds so far.
+    It ends with this process, whatever ends that. ``on_wait`` is called now and then with the seconds so far.
     """
     start = time.monotonic()
+    held, hold = os.pipe()
+    said, say = os.pipe()
+    group: ProcessGroup | None = None
     try:
-        group = ProcessGroup(argv, env=env or {}, cwd=cwd)
-    except OSError as error:
-        return TaskResult(False, None, f"cannot start {argv[0]}: {error.strerror}", time.monotonic() - start, "")  # noqa: FBT003
-    try:
+        with _interrupt_put_off():
+            guard = [sys.executable, "-I", "-S", "-c", _GUARD, str(held), str(say)]
+            group = ProcessGroup([*guard, *argv], env=env or {}, cwd=cwd, pass_fds=(held, say))
+        os.close(say)
+        say = -1
         reason = _wait(group.process, start, timeout_s, on_wait)
+        if failure := os.read(said, REASON_LIMIT).decode(errors="replace") if reason else "":
+            reason = f"cannot start {argv[0]}: {failure}"
+    except OSError as error:
+        reason = f"cannot start {argv[0]}: {error.strerror}"
     finally:
-        group.kill()
-    ok = reason == ""
-    return TaskResult(ok, {} if ok else None, reason, time.monotonic() - start, group.output_tail())
+        if group is not None:
+            group.kill()
+        for handle in (held, hold, said, *([say] if say >= 0 else [])):
+            os.close(handle)
+    ok, seconds = reason == "", time.monotonic() - start
+    return TaskResult(ok, {} if ok else None, reason, seconds, group.output_tail() if group is not None else "")
 
 
 def _wait(
@@ -118,7 +151,27 @@ def _wait(
             return describe_exit(process.wait(min(left, 1.0)))
         if on_wait is not None:
             on_wait(time.monotonic() - start)
+    process.kill()  # the command holds the pipe on which the guard says why it did not start
     return f"did not finish within {timeout_s:g} s"
+
+
+@contextlib.contextmanager
+def _interrupt_put_off() -> Iterator[None]:
+    """Let signals wait for the end of the block: a process that is half started is one that nobody could kill."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {number: handler for number in STOPPING if callable(handler := signal.getsignal(number))}
+    came: list[int] = []
+    for number in handlers:
+        signal.signal(number, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
 
 
 @contextlib.contextmanager

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..errors import OperatorError, ProofError
+from . import spent
 from .processes import REASON_LIMIT, ProcessGroup, TaskResult, describe_exit
 
 _ANSWER_LIMIT_BYTES = 256 * 1024 * 1024  # no honest answer comes near this
@@ -157,6 +158,7 @@ class _Child:
         self._deadline = self._start + call.timeout_s
         self._end = math.inf if call.limit_s is None else self._start + call.limit_s
         self._buffer = bytearray()
+        self._spent: dict[str, float] = {}
         self._outcome: tuple[bool, dict[str, Any] | None, str] | None = None
         self._closed = self._timed_out = self._limit_reached = False
         request_read, self._request = os.pipe()
@@ -168,7 +170,7 @@ class _Child:
         finally:
             os.close(request_read)
             os.close(answer_write)
-        table = {"task": call.task, "payload": call.payload, "parent": os.getpid()}
+        table = {"task": call.task, "payload": call.payload, "parent": os.getpid(), "began": self._start}
         request = json.dumps({**table, "rank": call.rank, "ranks": call.ranks})
         # A thread writes: a payload larger than the pipe must not block us if the child dies while it starts.
         threading.Thread(target=self._send, args=(request.encode() + b"\n",), daemon=True).start()
@@ -211,7 +213,7 @@ class _Child:
             if "error" in message:
                 self._outcome = (False, None, str(message["error"]))
             else:
-                self._outcome = (True, dict(message["result"]), "")
+                self._outcome, self._spent = (True, dict(message["result"]), ""), dict(message["spent"])
         except (ValueError, TypeError, KeyError):
             self._outcome = (False, None, "its answer cannot be read: something else wrote to the answer pipe")
         return None
@@ -268,7 +270,7 @@ class _Child:
         ok, data, reason = self._outcome
         seconds, tail = time.monotonic() - self._start, self._group.output_tail()
         flags = {"timed_out": self._timed_out, "limit_reached": self._limit_reached}
-        return TaskResult(ok, data, reason[:REASON_LIMIT], seconds, tail, **flags)
+        return TaskResult(ok, data, reason[:REASON_LIMIT], seconds, tail, **flags, spent=self._spent)
 
     def give_up(self) -> TaskResult:
         """Return the outcome of a rank that another one has ended: what it had brought to where it waits."""
@@ -357,8 +359,9 @@ def main(request_handle: str, answer_handle: str) -> None:
     try:
         module, _, name = request["task"].partition(":")
         function = getattr(importlib.import_module(module), name)
+        spent.count("start", time.monotonic() - request["began"])
         result = function(request["payload"], lambda event: send({"event": event}))
-        answer = {"result": result}
+        answer = {"result": result, "spent": spent.spent()}
         json.dumps(answer, allow_nan=False)
     except BaseException as error:  # noqa: BLE001 - a subject may raise SystemExit, or anything else
         with contextlib.suppress(Exception):  # a subject may have closed stderr: the answer matters more

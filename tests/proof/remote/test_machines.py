@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import queue
 import sys
@@ -10,8 +11,9 @@ import zipfile
 import pytest
 
 from flashmoe_science.errors import InputError, MachineLostError, RemoteError
-from flashmoe_science.proof.remote import Host
-from flashmoe_science.proof.remote.session import REQUIREMENTS, _Session
+from flashmoe_science.proof.remote import Host, bootstrap
+from flashmoe_science.proof.remote.session import _Session
+from flashmoe_science.proof.remote.wheels import REQUIREMENTS, platforms
 
 from ..test_interruption import ROOT
 from .stub import SSH, StubTree, request, run
@@ -109,10 +111,53 @@ def test_missing_packages_come_from_the_index_that_the_machine_has(machine, pyth
 
 
 @SSH
-def test_packages_that_cannot_be_installed_end_the_run_with_a_hint(machine, python):
+def test_wheels_travel_to_a_machine_without_an_index(machine, python, wheels, monkeypatch):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    (result,), lines = run("tell", python=python(NO_INDEX, "unset PIP_FIND_LINKS"), requirements=NEEDED)
+    assert result.error is None
+    assert "no package index there" in lines.notes[1]
+    assert lines.notes[2:] == ["sending made_up-3.1-py3-none-any.whl", "made_up 3.1"]
+
+
+def test_wheels_travel_to_a_machine_whose_index_does_not_answer(tmp_path, wheels, monkeypatch):
+    assert bootstrap._PIP_TIMEOUT_S <= 60
+    stuck = tmp_path / "python"
+    stuck.write_text("#!/bin/sh\nexec sleep 600\n")
+    stuck.chmod(0o755)
+    monkeypatch.setattr(bootstrap, "_PIP_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(sys, "executable", str(stuck))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "made_up", raising=False)
+    bundle = io.BytesIO()
+    with zipfile.ZipFile(bundle, "w") as archive:
+        for wheel in wheels.iterdir():
+            archive.write(wheel, wheel.name)
+    sent: list[dict[str, object]] = []
+
+    class Link(bootstrap.Link):
+        def __init__(self):  # no connection
+            pass
+
+        def send(self, event):
+            sent.append(event)
+
+        def receive(self):
+            return {"do": "wheels"}, bundle.getvalue()
+
+    bootstrap._add_packages(Link(), {"made_up": "made-up>=3"}, tmp_path / "run")
+    assert [event["event"] for event in sent] == ["note", "wheels wanted"]
+    assert sent[1]["why"] == "pip did not end within 0.2 s"
+    assert (tmp_path / "run" / "packages" / "made_up.py").exists()
+    assert sys.path[0] == str(tmp_path / "run" / "packages")
+
+
+@SSH
+def test_packages_that_nobody_has_end_the_run_with_a_hint(machine, python, monkeypatch):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
     (result,), lines = run("tell", python=python(NO_INDEX), requirements=NEEDED)
-    assert "made-up>=3 cannot be installed: " in str(result.error)
-    assert result.error.hint == "gpu says: install them there: pip install 'made-up>=3'"
+    assert "wheels for that machine cannot be downloaded here: " in str(result.error)
+    assert result.error.hint == "install them there: pip install 'made-up>=3'"
     assert lines.started == []
 
 
@@ -121,6 +166,45 @@ def test_what_is_installed_there_is_what_pyproject_says():
     for module, requirement in REQUIREMENTS.items():
         marker = "; python_version < '3.11'" if "tomli" in module else ""
         assert f'"{requirement}{marker}"' in text
+
+
+def test_wheels_are_for_the_glibc_of_that_machine():
+    found = platforms("x86_64", [2, 19])
+    assert found == [*(f"manylinux_2_{minor}_x86_64" for minor in (19, 18, 17)), "manylinux2014_x86_64", "linux_x86_64"]
+    assert platforms("aarch64", []) == ["linux_aarch64"]
+
+
+HERE = {"python": "3.12", "machine": "x86_64", "glibc": [2, 36], "why": "no index"}
+ASKED = {"event": "wheels wanted", "requirements": ["numpy>=1.26,<2.4"], **HERE}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"requirements": ["--index-url=http://evil.example", "x"]},
+        {"requirements": ["x @ https://evil.example/x.tar.gz"]},
+        {"requirements": ["numpy>=1.26,<2.4", "another-package"]},
+        {"requirements": "numpy>=1.26,<2.4"},
+        {"requirements": []},
+        {"python": "3.12 --no-binary=:all:"},
+        {"machine": "../x"},
+        {"machine": 3},
+        {"glibc": ["2", "x"]},
+        {"glibc": None},
+        {"why": {"a": 1}},
+    ],
+)
+def test_a_machine_chooses_neither_packages_nor_options_of_pip(changes, monkeypatch):
+    session = _Session(Host("gpu"), queue.Queue(), request("tell"), {"requirements": REQUIREMENTS}, b"", 1.0)
+    ran: list[object] = []
+    monkeypatch.setattr(session, "tell", lambda *_: None)
+    monkeypatch.setattr("flashmoe_science.proof.remote.wheels.subprocess.run", lambda *given, **_: ran.append(given))
+    try:
+        session._hear(json.dumps(ASKED | changes))
+    except RemoteError as error:
+        session.refuse(error)
+    assert ran == []
+    assert isinstance(session.error(), RemoteError)
 
 
 def test_what_a_machine_says_is_bounded():

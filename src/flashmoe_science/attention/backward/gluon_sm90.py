@@ -448,7 +448,7 @@ def _backward_sm90_kernel(
     dv_desc,  # [B, HK, Sk, DV]
     stats_desc,  # [B * H * tiles_m * 2 * BLOCK_M] fp32: of a query tile LSE * log2(e), then delta
     dq_desc,  # [B * H * tiles_m * 128 * WARPGROUPS, 32] fp32
-    dq_semaphore_ptr,  # [B * H * tiles_m + 1] int32, 0 before; the last counts key tiles that were drawn
+    dq_semaphore_ptr,  # [B * H * tiles_m + 1] int32, 0 before, as many again for shares; the last counts drawn tiles
     sequences_ptr,  # packed: [7, B] int32, see ``_order_key_tiles_kernel``; else None
     alibi_ptr,  # [H], [B, H] or None; packed [H] or None
     shares: Shares,

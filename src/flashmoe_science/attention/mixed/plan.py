@@ -31,8 +31,9 @@ _FEW_LEAST, _MANY_LEAST = 2, 8
 _FIXED_KEYS = 1024
 # What was measured beside ``forward_triton``.
 _MEASURED_ARCH, _MEASURED_DIMS, _SMALLEST_PAGE, _FEWEST_KEYS = 90, (64, 128), 16, 1 << 14
-# D and DV that differ, and that a GPU test showed right. In pages of 7, 40 and 24 were wrong on an H100, and 48 and 32
-# on an H200. The interpreter is right; why is not known.
+# D and DV that differ, and that a GPU test showed right. Wrong were 40 and 24 on an H100, and 48 and 32, and 64 and 32,
+# on an H200, with three stages and pages of any size. One or two stages are right there, and so is ptxas without
+# optimisation.
 _RIGHT_APART = ((64, 128), (128, 64), (192, 128))
 _FEW_PROMPTS, _PROMPT_ROWS = 8, 128  # sequences, and rows of a tile of ``forward_triton``
 _PAGED = frozenset(("packed sequences", "a page table"))

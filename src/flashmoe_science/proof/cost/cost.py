@@ -23,13 +23,15 @@ from ..records.toml_files import read_toml
 from ..text import counted
 
 # The rough model, within a factor of three of the runs in evidence/ on an H100 or H200 (a test checks it), in seconds:
-# of a process, of each case and arm, and of each of its rounds. Gate correct knows no arms.
-_MODEL: dict[GateName, tuple[float, float, float]] = {
-    "launch": (8.0, 0.25, 0.0),
-    "correct": (4.0, 0.3, 0.0),
-    "quick": (3.0, 0.25, 0.03),
-    "bench": (3.0, 0.25, 0.03),
+# of a process, of each case and arm, of each of its rounds, and of a large case, whose right answer takes long. Gate
+# correct knows no arms.
+_MODEL: dict[GateName, tuple[float, float, float, float]] = {
+    "launch": (12.0, 0.1, 0.0, 0.0),
+    "correct": (8.0, 0.1, 0.0, 3.0),
+    "quick": (6.0, 0.1, 0.005, 3.0),
+    "bench": (6.0, 0.1, 0.005, 3.0),
 }
+_LARGE = 1e11  # operations of a large case
 _QUICK_ROUNDS = 5
 _OVER_RANKS = 5.0  # times as long: they meet at each step, load more libraries, and share larger problems
 _HISTORY = 10  # runs at most: the code changes, and old ones say little
@@ -49,6 +51,7 @@ class RunSize:
     cells: int  # pairs of a case and one of those processes
     gates: tuple[GateName, ...] = GPU_GATES  # that will run
     over_ranks: bool = False
+    large: float = 0.0  # the part of the cases that is large
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,9 @@ def size_of(record: Record) -> RunSize:
     workers = settings.processes * len({kind == "kernel" for kind in settings.times})  # kernel time has its own
     arms = 1 + len(record.baselines) + bool(record.baselines)
     ranks = record.environment.ranks is not None
-    return RunSize(len(served), arms, settings.rounds, workers, len(served) * workers, over_ranks=ranks)
+    large = sum(case.work.flops >= _LARGE for case in served) / max(1, len(served))
+    cells = len(served) * workers
+    return RunSize(len(served), arms, settings.rounds, workers, cells, over_ranks=ranks, large=large)
 
 
 def past_run(record: Record) -> PastRun | None:
@@ -139,12 +144,12 @@ def model_seconds(gate: GateName, size: RunSize) -> float:
     """Return how long ``gate`` holds a GPU by the rough model."""
     if size.cases == 0 or gate not in size.gates:
         return 0.0
-    start, case, case_round = _MODEL[gate]
+    start, case, case_round, large = _MODEL[gate]
     # Launch has no control; quick the subject, the first baseline and its control.
     arms = {"launch": max(1, size.arms - 1), "correct": 1, "quick": min(size.arms, 3)}.get(gate, size.arms)
     rounds = size.rounds if gate == "bench" else _QUICK_ROUNDS
     workers, cells = (size.workers, size.cells) if gate == "bench" else (1, size.cases)
-    seconds = workers * start + cells * arms * (case + rounds * case_round)
+    seconds = workers * start + cells * (arms * (case + rounds * case_round) + size.large * large)
     return seconds * (_OVER_RANKS if size.over_ranks else 1.0)
 
 

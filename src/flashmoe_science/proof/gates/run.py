@@ -37,6 +37,7 @@ from ..records.evidence import (
     TreeState,
     Work,
 )
+from ..spent import sum_up
 from ..subject.failure_hints import without_own_frames
 from ..subject.loading import operator_of
 from ..subject.operator import Operator, ours, ranks_of
@@ -47,6 +48,7 @@ from ..text import counted
 from ..worker import run_task
 
 _TAIL_LINES = 24
+_LONG_S = 10.0  # of a process, from which on a line of the log says where its seconds went
 NO_GPU = "no NVIDIA GPU here"
 _OF_RANKS = ("tasks:check_correct", "gpu_tasks:capture_launches", "gpu_tasks:measure")  # what ranks do together
 CHANGED_SOURCES = "changed while the run was going on"
@@ -342,6 +344,9 @@ class Run:
         else:
             name = f"{__package__.rpartition('.')[0]}.measure.{task}"
             result = run_task(name, payload, reply=replies[0], **shared)
+        if result.seconds >= _LONG_S and result.spent:
+            whole = f"{task.partition(':')[2]} took {result.seconds:.0f} s"
+            self.progress.note(f"{whole}: {sum_up(result.spent, result.seconds)}")
         if result.limit_reached:
             raise BudgetSpentError("the budget is spent")
         if self.holds_gpu:

@@ -12,6 +12,7 @@ import torch
 from ...errors import ProofError
 from ...gpu.device import current_gpu
 from ..records.evidence import Settings
+from ..spent import spending
 from ..subject.loading import operator_of
 from ..subject.operator import Inputs, Operator, identities_of, ours, part_of
 from ..subject.outputs import Answer, Call, copied, parts, sizes_of
@@ -61,7 +62,8 @@ def measure(payload: dict[str, Any], emit: Emit, opened: Opened | None = None) -
             new_seed=lambda: int(ask({"seed": "values"})["seed"]),
             orders_seed=lambda name: str(ask({"seed": "orders", "case": name})["seed"]),
         )
-    timer.settle()
+    with spending("clocks"):
+        timer.settle()
     for table in payload["cases"]:
         name = table["name"]
 
@@ -94,6 +96,7 @@ def capture_launches(payload: dict[str, Any], emit: Emit, opened: Opened | None 
     return {"cases": cases}
 
 
+@spending("opening")
 def open_gpu(payload: dict[str, Any], make_timer: Callable[[], Timer] | None = None) -> Opened:
     """Import the arms and open the GPU. Inputs need no gradient, and nobody pays for asking."""
     if make_timer is None and not torch.cuda.is_available():

@@ -14,6 +14,7 @@ import torch
 from ...errors import ProofError
 from ..records import evidence
 from ..records.evidence import Rounds, Settings, TimeKind
+from ..spent import spending
 from ..subject.operator import Inputs, Operator
 from ..worker import agree, meet
 from . import arms as arms_module, schedule
@@ -157,6 +158,7 @@ class _Seeds:
         self.orders: Callable[[], str] = lambda: plan.orders_seed(case.name) if plan.orders_seed else known
 
 
+@spending("inputs")
 def _make_input_sets(case: Case, seeds: _Seeds, timer: Timer) -> tuple[list[dict[str, torch.Tensor]], float]:
     """Return so many sets of fresh random inputs that they do not stay in L2, and the seconds to write one anew."""
     first_seed = seeds.next()
@@ -197,6 +199,7 @@ def _nbytes(inputs: Inputs) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in inputs.values())
 
 
+@spending("first calls")
 def _prepare(
     case: Case,
     loaded: Sequence[Loaded],
@@ -232,6 +235,7 @@ def _prepare(
     return arms
 
 
+@spending("rounds")
 def _take_rounds(
     arms: Sequence[Arm],
     writer: Writer,
@@ -317,6 +321,7 @@ def _check_shared(arms: Sequence[Arm], samples: Samples, changes: Callable[[], s
             samples.drop(arm.name)
 
 
+@spending("calls after")
 def _check_again(arms: Sequence[Arm], samples: Samples, values: FreshValues, seeds: _Seeds, timer: Timer) -> None:
     """Ask every arm once more, with new values; an arm that answers wrongly loses its times."""
     values.begin_round(seeds.next())

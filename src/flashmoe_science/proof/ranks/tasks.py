@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ..measure import gpu_tasks, tasks
 from ..measure.measure import CudaTimer, Timer
+from ..spent import spending
 from ..subject.loading import operator_of
 from ..subject.subject import Subject
 from ..worker import Emit, meet, rank_here, ranks_here
@@ -41,6 +42,7 @@ def measure(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
     return gpu_tasks.measure(payload, _in_step(payload, emit, merge_measured), opened)
 
 
+@spending("joining")
 def _join(payload: dict[str, Any], device: str) -> Callable[[], Timer]:
     """Join the process group, before the subject is imported, and return what makes the timer."""
     patience = timedelta(seconds=payload["patience_s"])

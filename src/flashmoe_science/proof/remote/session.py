@@ -31,6 +31,7 @@ from ..records.documents import parse_record
 from ..records.evidence import Gate, Record
 from .agent import BUDGET, SIZE, RemoteRequest
 from .tree import Tree
+from .wheels import REQUIREMENTS, asked_for, bundle_wheels
 
 HEARTBEAT_S = 5.0
 SILENCE_S = 45.0  # after so long without a sign of life the run over there ends
@@ -45,14 +46,6 @@ _OPTIONS = ("BatchMode=yes", "ConnectTimeout=15", "ServerAliveInterval=5", "Serv
 _NO_PYTHON = "flashmoe finds no python: "
 _STOP_S = 90.0  # a run that was told to stop has so long to save what it has
 _TAIL_LINES = 40
-
-# Module -> requirement, as in pyproject.toml. The chain alone runs there: what judges, keeps and prints stays here.
-REQUIREMENTS = {
-    "numpy": "numpy>=1.26,<2.4",
-    "pydantic": "pydantic>=2.8",
-    "pynvml": "nvidia-ml-py>=12.560",
-    "tomllib|tomli": "tomli>=2",
-}
 
 # A machine is not trusted: whatever it says is bounded.
 _TEXT_LIMIT = 2000  # characters of one text that is printed
@@ -437,7 +430,9 @@ class _Session:
             raise RemoteError(f"{self.host.name}: a {kind[:40]} came that cannot be read: {why}") from error
 
     def _answer(self, kind: str, event: dict[str, Any]) -> None:
-        if kind == "unpacked":
+        if kind == "wheels wanted":
+            self._send_wheels(event)
+        elif kind == "unpacked":
             self.tell({"do": "prove", "request": json.loads(self._request.model_dump_json())})
         elif kind == "done":
             self._done = True
@@ -452,6 +447,21 @@ class _Session:
             if self._printed > _PRINTED_LIMIT:
                 raise RemoteError(f"{self.host.name}: it says more than {_PRINTED_LIMIT} things")
             self._said.put((self, kind, event))
+
+    def _note(self, line: str) -> None:
+        self._said.put((self, "note", {"line": line}))
+
+    def _send_wheels(self, event: dict[str, Any]) -> None:
+        why = f"no package index there ({_text(event, 'why')})"
+        self._note(f"{why}: downloading wheels here")
+        try:
+            bundle, names = bundle_wheels(asked_for(event["requirements"], self._setup["requirements"].values()), event)
+        except RemoteError as error:
+            self._error = RemoteError(f"{self.host.name}: {error.message}", hint=error.hint)
+            self.tell({"do": "stop"})
+            return
+        self._note(f"sending {', '.join(names)}")
+        self.tell({"do": "wheels"}, bundle)
 
 
 def ssh_command() -> list[str]:
