@@ -32,7 +32,6 @@ VERBS = (
         "cost",
         "cost add",
         "cost rates",
-        "history",
         "sign",
     ),
 )

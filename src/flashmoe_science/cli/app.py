@@ -16,9 +16,8 @@ from .names import check_name
 VERBS = {
     "prove": ("prove:prove", "Take a kernel from its sources to a verdict."),
     "init": ("init:init", "Write the files of a first trial."),
-    "compare": ("compare:compare", "Compare two revisions, or two runs."),
+    "compare": ("compare:compare", "Compare two revisions."),
     "diagnose": ("diagnose:diagnose", "Find out why a kernel is slow."),
-    "history": ("history:history", "Find where a subject became faster or slower."),
     "verify": ("show:verify", "Judge every claim of this repository."),
     "claim": ("claim:app", "Write a claim from a run."),
     "lint": ("lint:lint", "Find figures in Markdown that name no claim."),

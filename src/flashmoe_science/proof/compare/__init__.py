@@ -1,1 +1,1 @@
-"""Two revisions or two runs, side by side, and the history of a subject."""
+"""Two revisions measured in one run, and runs shown side by side."""

@@ -323,10 +323,6 @@ class Archive:
                 raise_twins(run_id, paths)
         return files
 
-    def has(self, key: str) -> bool:
-        """Return whether the id of a run is ``key`` or starts with it, or ``key`` is a file."""
-        return Path(key).is_file() if is_path(key) else any(run_id.startswith(key) for run_id in self._files_of(key))
-
     def load(self, key: str) -> Record:
         """Return the run whose id is ``key`` or starts with it, or the one in the file ``key``."""
         return read_record(self.file(key))

@@ -16,7 +16,6 @@ from rich.table import Table
 from rich.text import Text
 
 from ..compare.compare import CaseComparison, Comparison, Effect
-from ..compare.history import History
 from ..judge.judge import Verdict, VerdictStatus, holds
 from ..judge.limits import not_seen
 from ..judge.rows import (
@@ -453,8 +452,7 @@ def compile_line(
 def comparison_lines(comparison: Comparison) -> RenderableType:
     """Return the revisions, a row for every case and kind of time, and the verdict over all."""
     head = new_grid(0)
-    how = "rounds interleaved in one run" if comparison.paired else "two runs, not paired"
-    how = f"; {how}" if comparison.cases else ""
+    how = "; rounds interleaved in one run" if comparison.cases else ""
     for label, text in (
         ("A", comparison.a),
         ("B", comparison.b),
@@ -470,23 +468,6 @@ def comparison_lines(comparison: Comparison) -> RenderableType:
     for note in comparison.notes:
         verdict.add_row("", Text(f"note: {note}", "dim"))
     return Group(*parts, verdict)
-
-
-def history_lines(history: History) -> RenderableType:
-    """Return a row for every run, every change between two of them, and what all that shows."""
-    over = history.cases[0] if len(history.cases) == 1 else f"geometric mean of {counted(len(history.cases), 'case')}"
-    head = f"{history.subject} over {history.baseline}, suite {history.suite}, {history.metric} time: {over}"
-    runs = new_table("run", "commit", "speedup", "level", left=2)
-    for point in history.points:
-        runs.add_row(point.run, point.commit[:12], f"{point.speedup:.3f}x", str(point.level + 1))
-    grid = new_grid(9)
-    for change in history.changes:
-        shift = format_ratio(change.interval) if change.interval else f"{change.shift:.3f}x"
-        where = f"{change.before} -> {change.after}: {shift}, chance {change.chance:.2g}"
-        grid.add_row(Text(change.label, "bold yellow"), Text(f"{where}\n{change.reason}"))
-    for note in history.notes:
-        grid.add_row(Text("note", "dim"), Text(note, "dim"))
-    return Group(head, "", runs, "", grid, Text(history.verdict, "bold"))
 
 
 def _comparison_table(comparison: Comparison) -> RenderableType:
@@ -519,6 +500,6 @@ def _reasons(cases: Sequence[CaseComparison]) -> list[RenderableType]:
 def _legend(comparison: Comparison) -> str:
     low, high = 1 / (1 + comparison.tolerance), 1 + comparison.tolerance
     return (
-        f"A / B: {comparison.quantity}; intervals hold together at 95 %\n"
+        f"A / B: A's time / B's; intervals hold together at 95 %\n"
         f"same: all of the interval within {low:.4g} to {high:.4g} (--tolerance {comparison.tolerance:.3g})"
     )
