@@ -80,4 +80,4 @@ def test_a_time_that_was_not_taken_is_refused(run, repository):
     code, _, err = run("report", record.id, "--time", "graph")
     assert (code, err) == (2, "error: time must be one of wall in these runs, got graph\n")
     assert run("report", record.id, "--time", "wall")[0] == 0
-    assert "In wall time." in (repository / "report.html").read_text()
+    assert "wall time, medians of one call" in (repository / "report.html").read_text()

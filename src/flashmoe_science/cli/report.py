@@ -37,7 +37,7 @@ def report(
         list[Path] | None, option("--output -o", "FILE", "Ends in .html, .md or .csv; repeat it. Default: report.html.")
     ] = None,
     metric: Annotated[
-        Metric | None, option("--time", "KIND", "Plot kernel, graph or wall time. Default: graph.")
+        Metric | None, option("--time", "KIND", "Show kernel, graph or wall time first. Default: graph.")
     ] = None,
     store: StoreName = None,
     trust: Trust = False,

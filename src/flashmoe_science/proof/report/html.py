@@ -16,7 +16,6 @@ from markupsafe import Markup
 from ... import __version__
 from ..text import as_sentence, foreign
 from .page import Page
-from .plots import draw_mark
 
 
 def render_html(page: Page) -> str:
@@ -33,7 +32,6 @@ def render_html(page: Page) -> str:
         "css": lambda word: re.sub(r"[^a-z0-9]+", "-", word.lower()),  # not possible here -> not-possible-here
         "data_url": lambda text, kind: f"data:{kind};base64,{base64.b64encode(text.encode()).decode()}",
         "filename": lambda name: re.sub(r"[^A-Za-z0-9_.-]", "_", name).lstrip(".") or "run",
-        "mark": draw_mark,
         "sentence": as_sentence,
     }
     style = environment.loader.get_source(environment, "report.css")[0] if environment.loader else ""

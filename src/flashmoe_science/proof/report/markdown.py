@@ -1,4 +1,4 @@
-"""A page about runs as Markdown: tables replace the plots.
+"""A page about runs as Markdown.
 
 What comes from a record is escaped, so that it stays text in a viewer that knows Markdown and HTML.
 """
@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..text import as_sentence, foreign
-from .figures import Figure, Table
-from .page import Facts, Lines, Note, Page, RunPart
+from .page import Facts, Lines, Note, Page, RunPart, Table
 
 
 def render_markdown(page: Page) -> str:
@@ -44,16 +43,13 @@ def _run(run: RunPart, level: int) -> list[str]:
     return lines
 
 
-def _block(block: Note | Lines | Facts | Table | Figure) -> list[str]:
+def _block(block: Note | Lines | Facts | Table) -> list[str]:
     if isinstance(block, Note):
         word = f"**{escape(block.word)}**: " if block.word else ""
         parts = (block.sentence, as_sentence(block.figure), block.text)
         return [word + " ".join(escape(part) for part in parts if part)]
     if isinstance(block, Facts):
         return [f"- {escape(name)}: {escape(value)}" for name, value in block.facts]
-    if isinstance(block, Figure):
-        title = f"**{escape(block.title)}**, " if block.title else ""
-        return [f"{title}{escape(block.note)}", "", *_table(block.table)]
     assert isinstance(block, Table)
     return [*([escape(as_sentence(block.caption)), ""] if block.caption else []), *_table(block)]
 

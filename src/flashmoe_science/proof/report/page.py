@@ -6,9 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timezone
+from statistics import median
+
+from markupsafe import Markup
 
 from ..compare.side_by_side import SideBySide, side_by_side
 from ..judge.judge import Verdict, check_control, exit_code
+from ..judge.roofline import roofline_of
 from ..judge.rows import (
     accuracy_rows,
     arm_rows,
@@ -17,6 +21,7 @@ from ..judge.rows import (
     csv_text,
     default_kind,
     format_bytes,
+    format_rate,
     format_ratio,
     format_seconds,
     kinds_measured,
@@ -24,16 +29,33 @@ from ..judge.rows import (
     unmeasured,
 )
 from ..judge.run_verdicts import EXPECTATION, last_word
-from ..records.evidence import Record, TimeKind
+from ..records.evidence import Record, Rounds, TimeKind
 from ..text import as_sentence, counted
-from .figures import Figure, Table, growth_figures, roofline_figure, sensor_figure, timed_arms
-from .plots import draw_bar, draw_ruler, find_ruler
+from .bars import draw_bar, draw_ruler, find_ruler
 from .terminal import conditions, count_line, figure, shortened_kernel, what_is_in_cache
 
+_SENSORS = {"sm_clock_mhz": "SM clock, MHz", "power_w": "power, W", "temperature_c": "temperature, °C"}
 _IN_ALL = {0: "demonstrated", 1: "refuted"}  # exit code -> how several verdicts look together
 _FEW = 2  # cases that are named where a kernel ran; of more, the number is given
 _LEGEND = "speedup: the baseline's time / the subject's, with its 95 % interval"
-_SHARE = "Share of the roofline: the time that the datasheet's rates would take, divided by the time taken."
+_SHARE = (
+    "Share of the roofline: the time that the datasheet's rates would take at the boost clock, divided by that taken. "
+    "Work and bytes are the fewest that a call needs; a case whose inputs stay in L2 may take more than all of it."
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of words and numbers."""
+
+    caption: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    words: int = 1  # the first columns, which hold words; the others hold numbers
+    fold: str = ""  # what unfolds it; empty: it is open
+    ruler: Markup | None = None  # of the bars; None: it has none
+    bars: Sequence[Markup] = ()  # a drawing for each row
+    kind: str = "table"
 
 
 @dataclass(frozen=True)
@@ -79,7 +101,7 @@ class Section:
 
     id: str
     title: str
-    blocks: Sequence[Note | Lines | Facts | Table | Figure]
+    blocks: Sequence[Note | Lines | Facts | Table]
 
 
 @dataclass(frozen=True)
@@ -116,7 +138,7 @@ class Page:
 
 
 def build_page(judged: Sequence[Judged], kind: TimeKind | None = None) -> Page:
-    """Return the page about one run or several; plots show times of ``kind``, by default graph time."""
+    """Return the page about one run or several; times of ``kind`` come first, by default graph time."""
     runs = [_run_part(each, kind, f"run{number}") for number, each in enumerate(judged, 1)]
     records = [each.record for each in judged]
     if len(runs) == 1:
@@ -127,25 +149,18 @@ def build_page(judged: Sequence[Judged], kind: TimeKind | None = None) -> Page:
 
 
 def _run_part(judged: Judged, kind: TimeKind | None, anchor: str) -> RunPart:
-    record, gpu = judged.record, judged.record.environment.gpu
+    record = judged.record
     verdicts = [verdict for verdict in judged.verdicts if verdict.gate_failed is None]  # else the headline is the gate
     kinds = kinds_measured(record)
     shown = kind if kind in kinds else default_kind(record)
-    arms = timed_arms(record, shown) if shown else None
-    growth = growth_figures(record, arms, anchor) if arms else []
-    roofline = roofline_figure(record, arms, anchor) if arms else None
-    sensors = sensor_figure(record, anchor)
-    medians = Note(f"Medians in {shown} time.{f' {_SHARE}' if roofline else ''}")
-    no_rates = f"The rates of {gpu.name} are not known here." if gpu else "Nothing was timed."
     speed = _speed(record, shown, judged.verdicts) if shown else []
     sections = [
         Section("verdicts", "Verdicts", [_verdict(verdict, alone=len(verdicts) == 1) for verdict in verdicts]),
         Section("gates", "Gates", _gates(record)),
         Section("speed", "Speed", speed),
-        Section("growth", "Time against size", [medians, *growth] if growth else []),
-        Section("roofline", "Roofline", [roofline or Note(no_rates)] if speed or roofline else []),
+        Section("roofline", "Roofline", _roofline(record, shown) if shown and speed else []),
         Section("launches", "Kernels launched", _launches(record)),
-        Section("sensors", "Clocks, power, temperature", [sensors] if sensors else []),
+        Section("sensors", "Clocks, power, temperature", _sensors(record)),
         Section("memory", "Memory", _memory(record)),
         Section("accuracy", "Accuracy", _accuracy(record)),
         Section("environment", "Environment", [Facts(_environment(record))]),
@@ -237,6 +252,50 @@ def _speed_table(record: Record, kind: TimeKind, factors: Sequence[float], *, fo
     columns = ("case", "baseline", record.subject.name, "its time", "speedup")
     caption = f"{kind} time, medians of one call{dashed}"
     return Table(caption, columns, cells, words=2, fold=fold, ruler=draw_ruler(ruler) if ruler else None, bars=bars)
+
+
+def _roofline(record: Record, kind: TimeKind) -> list[Note | Table]:
+    """Return the rates of the subject and the baselines, and what of the datasheet's that is."""
+    gpu, rows = record.environment.gpu, []
+    for case in record.cases:
+        limit = roofline_of(case.work, gpu) if gpu and case.work.flops > 0 and case.work.bytes > 0 else None
+        for arm in by_role(case.arms):
+            rates = arm.rates.get(kind)
+            if limit is None or rates is None or arm.role == "control":
+                continue
+            intensity = case.work.flops / case.work.bytes
+            share = f"{format_rate(limit.seconds(case.work) / rates.seconds * 100)} %"
+            speed = (rates.tflops, limit.flops_at(intensity) / 1e12, rates.tbytes_per_second)
+            rows.append((case.name, arm.name, *map(format_rate, (intensity, *speed)), share))
+    if not rows:
+        return [Note(f"The rates of {gpu.name} are not known here." if gpu else "Nothing was timed on a GPU.")]
+    columns = ("case", "arm", "FLOP / byte", "TFLOP/s", "limit, TFLOP/s", "TB/s", "share of the roofline")
+    return [Note(_SHARE), Table(f"medians in {kind} time", columns, rows, words=2)]
+
+
+def _sensors(record: Record) -> list[Table]:
+    """Return clock, power and temperature by worker process; nothing where nothing was read."""
+    workers: dict[tuple[int, bool], list[Rounds]] = {}
+    for rounds in (rounds for case in record.cases for rounds in case.rounds):
+        for process in dict.fromkeys(rounds.process):
+            mine = [at for at, owner in enumerate(rounds.process) if owner == process]
+            columns = {name: [getattr(rounds, name)[at] for at in mine] for name in (*_SENSORS, "throttle")}
+            workers.setdefault((process, "kernel" in rounds.seconds), []).append(rounds.model_copy(update=columns))
+    rows = []
+    for (process, _), own in sorted(workers.items(), key=lambda item: item[0]):
+        read = [[v for rounds in own for v in getattr(rounds, name) if v is not None] for name in _SENSORS]
+        reasons = [reason for rounds in own for reason in rounds.throttle if reason]
+        times = ", ".join(dict.fromkeys(", ".join(rounds.seconds) for rounds in own))
+        taken = str(sum(len(rounds.throttle) for rounds in own))
+        rows.append((str(process), times, taken, *map(_range, read), str(len(reasons)), ", ".join(sorted({*reasons}))))
+    if not any(any(row[3:6]) for row in rows):
+        return []
+    headings = ("process", "times", "rounds", *_SENSORS.values(), "throttled", "reasons")
+    return [Table("lowest, median and highest", headings, rows, words=2)]
+
+
+def _range(read: Sequence[float]) -> str:
+    return " / ".join(f"{value:.0f}" for value in (min(read), median(read), max(read))) if read else ""
 
 
 def _launches(record: Record) -> list[Table]:
