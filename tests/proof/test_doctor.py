@@ -5,10 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 from flashmoe_science.proof.measure import doctor as module, nvml
-from flashmoe_science.proof.measure.doctor import Check, examine, may_read_counters
+from flashmoe_science.proof.measure.doctor import Check, examine
 from flashmoe_science.proof.subject.loading import load_operator
 from flashmoe_science.proof.subject.registry import BUILTIN_OPERATORS
 
@@ -28,20 +26,6 @@ def use(monkeypatch, *, cuda="13.0", **answers):
 def checks(monkeypatch, *names):
     monkeypatch.setattr(module, "_CHECKS", {name: module._CHECKS[name] for name in names})
     return {check.name: check for check in examine()}
-
-
-@pytest.mark.parametrize(
-    ("parameters", "is_root", "may"),
-    [
-        ("ResmanDebugLevel: 1\nRmProfilingAdminOnly: 1\n", False, False),
-        ("RmProfilingAdminOnly: 1\n", True, True),
-        ("RmProfilingAdminOnly: 0\n", False, True),
-        ("ResmanDebugLevel: 1\n", True, None),
-        (None, True, None),
-    ],
-)
-def test_who_may_read_counters(parameters, is_root, may):
-    assert may_read_counters(parameters, is_root=is_root) is may
 
 
 def test_the_doctor_always_answers_and_every_trouble_has_a_hint():

@@ -277,7 +277,7 @@ def runs(
 
 
 def doctor(as_json: Json = False) -> None:
-    """Check GPU, driver, torch, triton, nvcc, Nsight Compute, baselines and clocks; every trouble with a hint.
+    """Check GPU, driver, torch, triton, nvcc, baselines and clocks; every trouble with a hint.
 
     \b
     Example:

@@ -69,11 +69,11 @@ class Observer:
         self.lines: list[str] = []
         self.monkeypatch = monkeypatch
 
-    def __call__(self, entry, *, subject=SUBJECT, case=CASE, baselines=(), operator=None, counters=False, **changes):
+    def __call__(self, entry, *, subject=SUBJECT, case=CASE, baselines=(), operator=None, **changes):
         if operator is not None:
             self.monkeypatch.setattr(rows_operator, "OPERATOR", operator)
         process = InProcess(self.gpu, entry, **changes)
-        wish = Request(subject, [case], baselines, seed=1, counters=counters)
+        wish = Request(subject, [case], baselines, seed=1)
         (found,) = observe_here(wish, H200, say=self.lines.append, run=process)
         return found, process
 
@@ -171,10 +171,10 @@ def request(**changes):
     return Request(**{"subject": SUBJECT, "cases": [CASE], "baselines": [], **changes})
 
 
-def test_no_gpu_and_none_named_is_an_error():
+def test_no_gpu_is_an_error():
     with pytest.raises(InputError, match="there is no NVIDIA GPU here") as caught:
         diagnose(request(), environment_with(None), say=print)
-    assert "--gpu H200" in caught.value.hint
+    assert "`flashmoe prove --gpu H200`" in caught.value.hint
 
 
 def test_cases_are_chosen_by_name():
