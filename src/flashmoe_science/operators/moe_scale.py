@@ -16,7 +16,7 @@ from torch import Tensor
 from ..gpu.ambient import without_autocast
 from ..moe.problem import GATED
 from ..moe.reference import activate, activation_slopes
-from .error_scale import WIDE, Estimate, Format, Scale, independent_terms
+from .error_scale import WIDE, Estimate, Format, Scale, coarse_products, independent_terms
 
 # A function in fp32 errs by so much of the size of its arguments, also where it is close to 0, as GELU's tail is.
 _OF_FUNCTION = 4 * WIDE
@@ -125,6 +125,7 @@ class _Rows:
 
 
 @without_autocast
+@coarse_products
 def experts_scale(inputs: Mapping[str, Tensor], options: dict[str, Any]) -> Scale:
     """Return what is allowed in the output ``[T, HID]``.
 
@@ -143,6 +144,7 @@ def experts_scale(inputs: Mapping[str, Tensor], options: dict[str, Any]) -> Scal
 
 
 @without_autocast
+@coarse_products
 def expert_gradients_scale(
     inputs: Mapping[str, Tensor], options: dict[str, Any], *, of_tokens: bool = True, of_experts: bool = True
 ) -> dict[str, Scale]:
@@ -169,10 +171,13 @@ def expert_gradients_scale(
             found["topk_weights"].largest[expert.tokens, expert.slots] = scale.largest[:, 0]
         if not of_experts:
             continue
-        columns = {"w_gate_up": (dproduct, Estimate.exact(expert.x)), "w_down": (dy, h)}
-        for name, (left, right) in columns.items():
-            terms = independent_terms(left.variance * right.value.square().sum(-1, keepdim=True), 0).T
-            _set(found[name], expert.name, _product_of_two(left, right).rounded(low), terms)
+        columns = {
+            "w_gate_up": (dproduct, expert.x, dproduct.map(lambda x: x.T).multiplied(expert.x)),
+            "w_down": (dy, h.value, _product_of_two(dy, h)),
+        }
+        for name, (left, right, product) in columns.items():
+            terms = independent_terms(left.variance * right.square().sum(-1, keepdim=True), 0).T
+            _set(found[name], expert.name, product.rounded(low), terms)
         for name, gradient in (("bias_gate_up", dproduct), ("bias_down", dy)):
             if name in found:
                 ones = torch.ones(gradient.value.shape[0], 1, device=do.device)

@@ -58,6 +58,7 @@ class FreshValues:
         self.parts = 1  # of an answer, of which one is compared
         if sampled and (sample := sample_of(operator, problem, input_sets[0], seed=0)):
             self.parts = sample.parts
+        self.slow = sampled and self.parts == 1  # what is right takes long, and is worked out as seldom as may be
 
     def begin_round(self, seed: int) -> None:
         """Take the seed of a round."""

@@ -230,7 +230,8 @@ def _prepare(
         arms.append(control)
     expected.clear()  # fp64 of large gradients, of which more are made from here on
     arms_module.find_followers(values, [arm for arm in arms if arm.ready], timer)
-    if plan.thorough and (wrong := agree(arms_module.check_parts(subject, values, timer, times=_PARTS), "parts")):
+    times = 1 if values.slow else _PARTS
+    if plan.thorough and (wrong := agree(arms_module.check_parts(subject, values, timer, times=times), "parts")):
         subject.fail(wrong)
     return arms
 
@@ -328,7 +329,7 @@ def _check_again(arms: Sequence[Arm], samples: Samples, values: FreshValues, see
     values.begin_sample("after")
     sets = len(arms[0].calls)
     values.write(range(sets))
-    places = random.Random(seeds.next()).sample(range(sets), min(2, sets))
+    places = random.Random(seeds.next()).sample(range(sets), 1 if values.slow else min(2, sets))
     for arm in arms:
         if arm.ready and (wrong := agree(arms_module.check_again(arm, values, places, timer), f"{arm.name} again")):
             arm.fail(wrong)
