@@ -30,8 +30,6 @@ VERBS = (
         "claim new",
         "lint",
         "cost",
-        "cost add",
-        "cost rates",
         "sign",
     ),
 )

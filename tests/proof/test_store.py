@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import gzip
 import json
 import math
-import subprocess
-import sys
-import threading
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +12,6 @@ import pytest
 from flashmoe_science.errors import EvidenceError
 from flashmoe_science.proof.records.documents import parse_record, read_record, record_path, record_text, write_record
 from flashmoe_science.proof.records.evidence import Accuracy, Launch
-from flashmoe_science.proof.records.ledger import Entry
 from flashmoe_science.proof.records.store import (
     Archive,
     Store,
@@ -28,7 +22,6 @@ from flashmoe_science.proof.records.store import (
 )
 
 from .builders import build_gates, build_record
-from .processes import python_path
 
 ROOT = Path(__file__).parents[2]
 FIRST = "20260101T000000Z-seed-flash_attention-000000"
@@ -159,7 +152,7 @@ def test_an_unknown_id_suggests_the_nearest(store):
 
 
 def test_reading_creates_nothing(store, tmp_path):
-    assert (store.runs(), store.costs()) == ([], [])
+    assert store.runs() == []
     with pytest.raises(EvidenceError, match="there is no run"):
         store.load("2026")
     assert list(tmp_path.iterdir()) == []
@@ -226,50 +219,6 @@ def test_where_the_default_store_is(monkeypatch, variables, expected):
     for name, value in {"HOME": "/home/me", **variables}.items():
         monkeypatch.setenv(name, value)
     assert default_folder() == Path(expected)
-
-
-# the ledger
-
-
-def study(run="s", **changes) -> Entry:
-    return replace(Entry("2026-01-01", run, "study", "mine", "seed", "H200", gpu_seconds=60.0), **changes)
-
-
-def test_a_line_that_is_no_row_is_named(store):
-    store.book(study())
-    with (store.folder / "ledger.jsonl").open("a") as file:
-        file.write('{"run": 3}\n')
-    with pytest.raises(EvidenceError, match=r"ledger\.jsonl:2: is no row of a ledger"):
-        store.costs()
-
-
-def test_processes_that_share_a_store_lose_no_row(store):
-    code = (
-        "import sys\nfrom flashmoe_science.proof.records.ledger import Entry\n"
-        "from flashmoe_science.proof.records.store import Store\n"
-        "for n in range(15): Store(sys.argv[1]).book(Entry('2026', f'{sys.argv[2]}-{n}', 'study', '', '', '', 1.0))"
-    )
-    command = [sys.executable, "-c", code, str(store)]
-    environment = {"PYTHONPATH": python_path(ROOT / "src")}
-    running = [subprocess.Popen([*command, str(number)], env=environment) for number in range(3)]
-    assert [process.wait() for process in running] == [0, 0, 0]
-    assert len(store.costs()) == 45
-
-
-def test_a_line_that_another_process_is_writing_is_waited_for(store):
-    store.book(study("first"))
-    line = json.dumps(asdict(study("second"))) + "\n"
-    found = []
-    reader = threading.Thread(target=lambda: found.extend(store.costs()))
-    with (store.folder / "ledger.jsonl").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.write(line[:20])
-        file.flush()
-        reader.start()
-        reader.join(0.2)
-        file.write(line[20:])
-    reader.join()
-    assert [entry.run for entry in found] == ["first", "second"]
 
 
 # the evidence of a repository

@@ -24,6 +24,7 @@ from ..proof.judge.run_verdicts import conclude, run_exit_code, worst_exit_code
 from ..proof.judge.verify import verify_claims
 from ..proof.records.evidence import GATE_NAMES, Record, Settings
 from ..proof.records.store import Archive, Store, find_repository
+from ..proof.remote import Host
 from ..proof.report.junit import junit_xml, write_junit
 from ..proof.report.terminal import case_table, count_line, outcome_table, unmeasured_lines
 from ..proof.subject.loading import load_subject, operator_of, subject_text
@@ -45,7 +46,7 @@ from .options import (
     split,
     times_of,
 )
-from .remote import prove_on_hosts
+from .remote import prove_on_host
 from .run_shared import as_typed, check_budget, make_keeper, make_meter
 from .terminal import ChainProgress, Terminal, as_plain, check_writable, short_path, write_file
 
@@ -112,9 +113,7 @@ def prove(
         option("--time-limit", "SECONDS", "Longest silence of a worker. Default: [limits] of the file.", min=0),
     ] = None,
     store: StoreName = None,
-    host: Annotated[
-        list[str] | None, option("--host", "USER@MACHINE", "Run on this machine over SSH; repeat it for several.")
-    ] = None,
+    host: Annotated[str, option("--host", "USER@MACHINE", "Run on this machine over SSH.")] = "",
     python: Annotated[str, option("--python", "PATH", "Python of that machine, with torch and triton.")] = "",
     as_json: Json = False,
     csv: Csv = None,
@@ -133,7 +132,7 @@ def prove(
       flashmoe prove my_kernel.toml --until correct --json
       flashmoe prove kernels/*.toml
       flashmoe prove --resume 20261120T235959Z
-      flashmoe prove my_kernel.toml --host me@rented-h200 --host me@rented-l4
+      flashmoe prove my_kernel.toml --host me@rented-h200
 
     \b
     Exit codes:
@@ -150,9 +149,7 @@ def prove(
     requests = [_request(wanted, one, repository, resumed) for one in wanted.subject or ["flash_attention"]]
     for request in requests:  # report a wrong request before any of them runs
         check_request(request)
-    if host or python:
-        files = {"csv": csv, "junit": junit}
-        raise typer.Exit(_prove_on_hosts(requests, wanted, terminal, kept, files))
+    there = _borrowed(host, python, requests)
     proofs: list[Proof] = []
     for request in requests:
         if proofs:
@@ -160,7 +157,12 @@ def prove(
         spent = sum(proof.dollars for proof in proofs)  # the budget is that of all of them
         left = None if budget is None else max(0.0, budget - spent)
         meter = make_meter(terminal, Archive(kept, repository), left)
-        proofs.append(_prove(replace(request, meter=meter), meter, terminal, kept, alone=len(requests) == 1))
+        terminal.say(_title(request))
+        if there is not None:
+            found = prove_on_host(request, there, terminal, kept, meter, junit=junit)
+        else:
+            found = _prove(request, terminal, kept, meter)
+        proofs.append(_conclude(terminal, repository, *found, alone=len(requests) == 1))
     records = [proof.record for proof in proofs]
     if csv is not None:
         write_file(csv, csv_text(records))
@@ -175,14 +177,24 @@ def prove(
     raise typer.Exit(code)
 
 
-def _prove(request: ProveRequest, meter: Meter, terminal: Terminal, store: Store, *, alone: bool) -> Proof:
-    """Run the chain on one subject, and print its conclusion."""
-    repository = request.repository
-    keeper = make_keeper(terminal, store, repository)
+def _borrowed(host: str, python: str, requests: Sequence[ProveRequest]) -> Host | None:
+    """Return the machine to run on; None: this one. Raises ``InputError``."""
+    if not host:
+        if python:
+            hint = "PYTHON -m flashmoe_science prove"
+            raise InputError("--python is for a borrowed machine, and --host names none", hint=hint)
+        return None
+    if len(requests) > 1:
+        raise InputError(f"--host takes one subject, got {len(requests)}", hint="run it once for each")
+    return Host(host, python)
+
+
+def _prove(request: ProveRequest, terminal: Terminal, store: Store, meter: Meter) -> tuple[Record, Path, Bill | None]:
+    """Run the chain on one subject here; return the record, where it is kept, and its bill."""
+    keeper = make_keeper(terminal, store, request.repository)
     progress = ChainProgress(terminal, on_start=keeper.begin_gate)
-    terminal.say(_title(request))
     try:
-        record = gates.prove(request, progress=progress, save=keeper.save)
+        gates.prove(replace(request, meter=meter), progress=progress, save=keeper.save)
     except OperatorError:
         progress.close()
         if keeper.path is not None:
@@ -197,35 +209,8 @@ def _prove(request: ProveRequest, meter: Meter, terminal: Terminal, store: Store
     finally:
         progress.close()  # the bar goes before anything else is printed
     assert keeper.path is not None
-    assert keeper.record is not None
-    record = keeper.record  # which has its line of the ledger
-    return _conclude(terminal, record, repository, keeper.path, meter.bill(record), alone=alone)
-
-
-def _prove_on_hosts(
-    requests: Sequence[ProveRequest],
-    wanted: SimpleNamespace,
-    terminal: Terminal,
-    store: Store,
-    files: dict[str, Path | None],
-) -> int:
-    """Run the chain on borrowed machines, and return the exit code."""
-    hosts = split(wanted.host)
-    if not hosts:
-        hint = "PYTHON -m flashmoe_science prove"
-        raise InputError("--python is for a borrowed machine, and --host names none", hint=hint)
-    if len(requests) > 1:
-        raise InputError(f"--host takes one subject, got {len(requests)}", hint="run it once for each")
-    (request,) = requests
-
-    def conclude_one(record: Record, path: Path, bill: Bill | None) -> int:
-        proof = _conclude(terminal, record, request.repository, path, bill, alone=True)
-        terminal.document(proof.document())
-        return proof.exit_code
-
-    terminal.say(_title(request))
-    about = {"python": wanted.python, "budget": wanted.budget, **files}
-    return prove_on_hosts(request, hosts, terminal, store, **about, conclude_one=conclude_one)
+    assert keeper.record is not None  # which has its line of the ledger
+    return keeper.record, keeper.path, meter.bill(keeper.record)
 
 
 def _as_resumed(context: typer.Context, repository: Path | None, store: Store) -> tuple[SimpleNamespace, Record | None]:
@@ -300,7 +285,7 @@ def _title(request: ProveRequest) -> str:
 
 
 def _conclude(
-    terminal: Terminal, record: Record, repository: Path | None, path: Path, bill: Bill | None, *, alone: bool
+    terminal: Terminal, repository: Path | None, record: Record, path: Path, bill: Bill | None, *, alone: bool
 ) -> Proof:
     """Print the table, the verdicts, what it cost and where the record is."""
     if kinds_measured(record):

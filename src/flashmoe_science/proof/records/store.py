@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
+from datetime import datetime
 from pathlib import Path
 
 from ...errors import EvidenceError
@@ -26,7 +26,7 @@ from .documents import (
 )
 from .evidence import SCHEMA_VERSION, Begun, GateName, GateStatus, Record
 from .files import load_json, user_folder
-from .ledger import Entry, append_entry, as_text, paid_gates, read_entries
+from .paid import as_text, paid_gates
 
 _BEGIN_BYTES = 1000
 _ID_AT_THE_BEGIN = re.compile(rb'\s*\{\s*"schema_version":\s*\d+,\s*"id":\s*"([A-Za-z0-9_.@-]+)"')
@@ -124,9 +124,7 @@ def raise_twins(run_id: str, paths: Sequence[Path]) -> None:
 
 
 class Store:
-    """A folder of records, each in ``<id>.json.gz``.
-
-    Costs that no record knows are in ``ledger.jsonl``, all runs begun in ``begun.jsonl``.
+    """A folder of records, each in ``<id>.json.gz``. All runs begun are in ``begun.jsonl``.
 
     Reading never creates anything: a folder that does not exist has no runs.
 
@@ -139,7 +137,6 @@ class Store:
 
     def __init__(self, folder: str | Path | None = None) -> None:
         self.folder = _folder_named(str(folder)) if folder else default_folder()
-        self._ledger = self.folder / "ledger.jsonl"
         self._begun = BegunLedger(self.folder / "begun.jsonl")
 
     def __str__(self) -> str:
@@ -167,24 +164,11 @@ class Store:
         """
         return Archive(self, repository=None).load(key)
 
-    def runs(self) -> list[RunSummary]:
-        """Return all runs, newest first."""
-        return Archive(self, repository=None).runs()
-
-    def costs(
+    def runs(
         self, *, since: datetime | None = None, on_trouble: Callable[[EvidenceError], None] | None = None
-    ) -> list[Entry]:
-        """Return what the gates of the runs took of a GPU, and the rows of the ledger.
-
-        A file that cannot be read goes to ``on_trouble``, or is raised.
-        """
-        gates = [
-            Entry(run.created_at, run.id, gate, run.subject, run.suite, run.gpu, seconds)
-            for run in Archive(self, repository=None).runs(on_trouble=on_trouble)
-            for gate, seconds in run.gpu_seconds.items()
-        ]
-        entries = [*gates, *read_entries(self._ledger)]
-        return [entry for entry in entries if since is None or entry.at >= as_text(since)]
+    ) -> list[RunSummary]:
+        """Return all runs, newest first. A file that cannot be read goes to ``on_trouble``, or is raised."""
+        return Archive(self, repository=None).runs(since=since, on_trouble=on_trouble)
 
     def begin(self, record: Record, factors: Sequence[float] = ()) -> Begun:
         """Enter a run that takes its first sample next into the ledger of runs begun.
@@ -202,18 +186,6 @@ class Store:
     def begun(self) -> list[tuple[str, BegunRun]]:
         """Return the hash and the content of each line of that ledger. Raises ``EvidenceError`` for a broken chain."""
         return self._begun.lines()
-
-    def book(self, entry: Entry) -> None:
-        """Enter a cost that no record knows into the ledger."""
-        with _errors_explained(self.folder):
-            append_entry(self._ledger, entry)
-
-    def add_cost(self, amount: float, *, note: str, gpu: str = "", at: datetime | None = None) -> Entry:
-        """Enter a cost by hand, in dollars."""
-        moment = as_text(at or datetime.now(timezone.utc))
-        entry = Entry(moment, "", "", "", "", gpu, gpu_seconds=0.0, dollars=amount, note=note)
-        self.book(entry)
-        return entry
 
 
 @contextmanager

@@ -5,7 +5,7 @@ Everything is ASCII, but for the lines of a table, and says the same without col
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -360,33 +360,6 @@ def outcome_table(outcomes: Sequence[tuple[Record, Sequence[Verdict]]]) -> Rende
         for number, row in enumerate(rows or [_last_word(record)]):
             grid.add_row(Text("" if number else record.subject.name, "bold"), *row)
     return grid
-
-
-def host_table(runs: Mapping[str, Record]) -> RenderableType:
-    """Return a row for every case and a column for every machine: its time, and its speedup over the first baseline.
-
-    Args:
-        runs: The records by the machine's name. All are of one request.
-    """
-    columns = {name: _host_cells(record) for name, record in runs.items()}
-    cases = list(dict.fromkeys(case for cells in columns.values() for case in cells))
-    heads = ["case"]
-    for name, record in runs.items():
-        kind, gpu = default_kind(record), record.environment.gpu
-        over = f", {kind}, speedup over {record.baselines[0]}" if kind and record.baselines else ""
-        heads.append(f"{name}: {gpu.name if gpu else 'no GPU'}{over}")
-    return plain_table(heads, [[case, *(cells.get(case, "") for cells in columns.values())] for case in cases])
-
-
-def _host_cells(record: Record) -> dict[str, str]:
-    kind = default_kind(record)
-    cells = {case.name: {True: "correct", False: "wrong", None: "not shown"}[case.correct] for case in record.cases}
-    for row in arm_rows(record, kind) if kind else ():
-        if row.arm.role == "subject":
-            cells[row.case.name] = f"{format_seconds(row.rates.seconds)}, no speedup" if row.rates else row.arm.status
-        elif row.arm.name in record.baselines[:1] and row.ratio and cells[row.case.name].endswith("no speedup"):
-            cells[row.case.name] = cells[row.case.name].replace("no speedup", format_ratio(row.ratio))
-    return cells
 
 
 def count_line(verdicts: Sequence[Verdict]) -> str:
