@@ -147,7 +147,7 @@ class AttentionOperator(KernelOperator):
     framework = ("*flash_fwd*", "*fmha*", "*cudnn*", "*sm80_xmma*softmax*")
     known_baselines = BASELINES
     planner = staticmethod(plan_attention)
-    preparer = "flashmoe_science.attention.forward.prepare:prepare_kernels"
+    preparer = "..attention.forward.prepare:prepare_kernels"
     instead = None
     max_interpreter_steps = 4096
 

@@ -88,7 +88,7 @@ class BackwardOperator(KernelOperator):
     framework: ClassVar[Sequence[str]] = ("*flash_bwd*", "*fmha*", "*cudnn*", "*sm80_xmma*softmax*")
     known_baselines = BASELINES
     planner: ClassVar[Callable[..., Any]] = staticmethod(plan_backward)
-    preparer = "flashmoe_science.attention.backward.prepare:prepare_backward_kernels"
+    preparer = "..attention.backward.prepare:prepare_backward_kernels"
     instead = "backward_triton"
 
     def outputs(self, problem: BackwardProblem) -> Sequence[str]:  # noqa: ARG002 - the protocol's signature

@@ -79,7 +79,7 @@ class DecodeOperator(KernelOperator):
     framework = ("*flash_fwd*", "*fmha*", "*cudnn*", "*sm80_xmma*softmax*")
     known_baselines = BASELINES
     planner = staticmethod(plan_with_kv_cache)
-    preparer = "flashmoe_science.attention.decode.prepare:prepare_cache_kernels"
+    preparer = "..attention.decode.prepare:prepare_cache_kernels"
     instead = "decode_triton"
     spill_bytes = {"_decode_kernel": 16}  # of MLA over fp8 caches with a scale a token on sm_90, by Triton 3.6
     stress_draws = (*OF_VALUES, "strided", "odd_offset")

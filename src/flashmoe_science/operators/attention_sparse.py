@@ -50,7 +50,7 @@ class SparseOperator(KernelOperator):
     rooms = ("attention",)
     framework = ("*flash_fwd*", "*fmha*", "*cudnn*", "*softmax*")
     known_baselines = BASELINES
-    preparer = "flashmoe_science.attention.sparse.prepare:prepare_sparse_kernels"
+    preparer = "..attention.sparse.prepare:prepare_sparse_kernels"
     instead = SPARSE_KERNEL
     spill_bytes = {"_sparse_kernel": 256}  # of 64 heads on sm_90, by Triton 3.9: smaller tiles were slower
     stress_draws = (*OF_VALUES, "strided", "odd_offset")

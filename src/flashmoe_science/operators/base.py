@@ -54,7 +54,9 @@ class KernelOperator:
     public_module: ClassVar[str] = ""  # of the one that asks for "auto"; empty: the operator's own module
     rooms: ClassVar[Sequence[str]]  # folders with the code of a call
     planner: ClassVar[Callable[..., Any]]  # of a problem, a GPU and the kernel asked for; raises UnsupportedError
-    preparer: ClassVar[str]  # module:function, which returns the kernels of a plan; it imports Triton
+    # module:function from this folder, which returns the kernels of a plan; it imports Triton. Relative, because
+    # `flashmoe compare` imports a revision of this package under another name.
+    preparer: ClassVar[str]
     spill_bytes: ClassVar[Mapping[str, int]] = {}  # local memory a thread that a kernel may use
     framework: ClassVar[Sequence[str]]  # patterns of PyTorch's own kernels
     known_baselines: ClassVar[Mapping[str, Baseline]]
@@ -227,7 +229,7 @@ class KernelOperator:
     def prepare(self, plan: Any) -> Sequence[PlannedSource]:
         """Return the kernels of a plan, in the order of its launches."""
         module, _, function = self.preparer.partition(":")
-        kernels: Sequence[PlannedSource] = getattr(importlib.import_module(module), function)(plan)
+        kernels: Sequence[PlannedSource] = getattr(importlib.import_module(module, __package__), function)(plan)
         return kernels
 
     def instruction(self, plan: Any, kernel: str) -> str:  # noqa: ARG002 - for those that override it

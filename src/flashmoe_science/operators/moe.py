@@ -67,7 +67,7 @@ class MoeOperator(KernelOperator):
     framework = ("*cutlass*gemm*grouped*", "*GroupProblemShape*")
     known_baselines = {**BASELINES, **by_name(ScatterMoe(), SonicMoe(), TritonKernels(), Vllm())}
     planner: ClassVar[Callable[..., Any]] = staticmethod(lambda case, *more: plan_moe(case.problem, *more))
-    preparer = "flashmoe_science.moe.calls:kernels_of"
+    preparer = "..moe.calls:kernels_of"
     instead = "few_triton or grouped_triton, in a suite of fp16 or fp32"
     cpu_hint = ": a suite of fp16 or fp32 can be checked here"
     max_interpreter_steps = 4096
