@@ -25,8 +25,12 @@ from flashmoe_science.proof.gates.run import passed
 from flashmoe_science.proof.records.documents import read_record, write_record
 from flashmoe_science.proof.records.evidence import GateStatus
 from flashmoe_science.proof.records.store import Store
-from flashmoe_science.proof.subject.loading import load_entry
+from flashmoe_science.proof.subject.loading import load_entry, load_operator
+from flashmoe_science.proof.subject.operator import ours
+from flashmoe_science.proof.subject.registry import BUILTIN_OPERATORS
+from flashmoe_science.proof.subject.revision_import import at_revision
 from flashmoe_science.proof.subject.subject import PACKAGE_FOLDER, hash_sources
+from flashmoe_science.proof.subject.suites import list_suites, load_suite
 
 from .chain import FEW, GPU, FakeGpu, Recorder, environment_with, request_of
 from .processes import heed_signals, python_path, wait_until_dead
@@ -153,6 +157,22 @@ def test_our_own_subject_at_two_revisions_is_that_of_each_checkout(repository):
         assert sys.modules["flashmoe_science_b.attention.api"].REVISION == 2
         with pytest.raises(SubjectError, match="subject must be one of"):
             subjects_at("forward_tritn", *found)
+
+
+def test_a_revision_of_our_own_prepares_its_own_kernels(repository):
+    with_package(repository)
+    with checked_out(repository, *asked(repository, "packaged", "packaged")) as found:
+        subject, _ = subjects_at("flash_attention", *found)
+        assert subject.checkout is not None
+        for name, subjects in BUILTIN_OPERATORS.items():
+            if name in ("context_parallel", "expert_parallel"):  # of several ranks
+                continue
+            harness = ours(load_operator(name))
+            suite = next(suite for suite in map(load_suite, list_suites()) if suite.operator == name)
+            for one in subjects:
+                of_one = replace(subject, checkout=replace(subject.checkout, own_name=one), operator=name)
+                jobs = ours(at_revision(harness, of_one)).compile_jobs("", [suite.cases[0].problem], ["H100"])
+                assert jobs or harness.refusal(one, suite.cases[0].problem, "H100"), one
 
 
 @pytest.mark.parametrize(
