@@ -27,9 +27,7 @@ from ...errors import InputError
 from ..judge.claims import Claim
 
 Status = Literal["backed", "waived", "asserted"]
-SectionKind = Literal[
-    "summary", "slower", "verdicts", "cases", "rules"
-]  # what `flashmoe readme` renders between two marks
+SectionKind = Literal["slower", "verdicts", "cases", "rules"]  # what `flashmoe readme` renders between two marks
 
 _NUMBER = r"(?<![\w.,])\d[\d,]*(?:\.\d+)?"
 _COUNT = rf"(?:{_NUMBER}|\b(?:two|three|four|five|six|seven|eight|nine|ten|twelve|twenty|fifty|hundred))"
