@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flashmoe_science.proof.diagnose.gather import CannotObserveError
-from flashmoe_science.proof.diagnose.observations import Diagnosis, TimedBaseline, Times
+from flashmoe_science.proof.diagnose.observations import Diagnosis
 from flashmoe_science.proof.records.evidence import Gate, GateStatus
 
 from ..proof.builders import H200
@@ -42,14 +42,11 @@ def diagnose_with(run, monkeypatch, wishes):
 
 
 def test_the_causes_come_before_the_hypotheses(diagnose_with):
-    story = serial_story().model_copy(
-        update={"baselines": [TimedBaseline(name="sdpa", times=Times(graph=9e-6, wall=15e-6))]}
-    )
-    code, out, err = diagnose_with([story])
+    code, out, err = diagnose_with([serial_story()])
     lines = out.splitlines()
     assert (code, err) == (0, "launches of 8 calls\n")
     assert lines[0] == "diagnosing flash_attention: b8_h4_s128_d64_fp16"
-    assert lines[2] == "made up on H200: 571.2 us a call, 566.2 us of it the GPU's; sdpa 15.00 us, 9.000 us"
+    assert lines[2] == "made up on H200: 571.2 us a call, 566.2 us of it the GPU's"
     assert lines[3] == "  attend_kernel: grid 8x1x1, 384 threads, 78 registers, 40.0 KiB shared memory, 566.2 us"
     assert lines[5] == "Causes, by the part of a call that each is shown to explain:"
     assert lines[6].startswith(" 1.  grid too small (93%, 530.8 us): 8 blocks of attend_kernel for 132 SMs")
@@ -63,11 +60,11 @@ def test_the_causes_come_before_the_hypotheses(diagnose_with):
 
 
 def test_the_options_are_passed_on(diagnose_with, wishes):
-    args = ("forward_triton", "--suite", "seed", "-b", "sdpa-flash", "--seed", "7")
+    args = ("forward_triton", "--suite", "seed", "--seed", "7")
     assert diagnose_with([serial_story()], *args)[0] == 0
     (wish,) = wishes
     assert len(wish.cases) == 13
-    assert (wish.subject.name, list(wish.baselines), wish.seed) == ("forward_triton", ["sdpa-flash"], 7)
+    assert (wish.subject.name, wish.seed) == ("forward_triton", 7)
 
 
 def test_json_and_the_file_hold_all_that_was_observed(diagnose_with):
@@ -119,7 +116,6 @@ def test_a_kernel_that_cannot_be_built_fails_its_gate(diagnose_with):
             "did you mean b1_h1_s512_d64_fp16? `flashmoe suites seed` lists the cases",
         ),
         (["--suite", "sede"], "suite must be one of", "did you mean seed?"),
-        (["--baseline", "sdap"], "baseline must be one of", "did you mean sdpa?"),
         (["missing.toml"], "missing.toml: cannot be read", ""),
     ],
 )

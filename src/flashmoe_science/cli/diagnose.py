@@ -17,7 +17,6 @@ from ..proof.subject.loading import load_subject, operator_of
 from ..proof.subject.subject import Subject
 from ..proof.subject.suites import Suite, SuiteCase, list_suites, load_suite, suite_beside
 from .exit_codes import GATE_FAILED, HOLDS, INCONCLUSIVE
-from .names import check_name
 from .options import Json, argument, option, split
 from .run_shared import as_typed
 from .terminal import Terminal, as_plain, write_file
@@ -31,10 +30,6 @@ def diagnose(
     suite: Annotated[str | None, option("--suite -s", "SUITE", "All its cases, or those named by --case.")] = None,
     case: Annotated[
         list[str] | None, option("--case", "NAME", "A case of a suite; repeat it. Default: seed's largest.")
-    ] = None,
-    baseline: Annotated[
-        list[str] | None,
-        option("--baseline -b", "NAME", "A baseline to time beside it. Default: the operator's first."),
     ] = None,
     seed: Annotated[int, option("", "N", "Seed of the inputs.", min=0)] = 0,
     output: Annotated[Path | None, option("--output -o", "FILE", "Also write the diagnosis to FILE, as JSON.")] = None,
@@ -56,13 +51,9 @@ def diagnose(
     """
     terminal = Terminal(as_json=as_json)
     chosen = load_subject(subject)
-    baselines = list(operator_of(chosen).baselines())
-    for name in split(baseline):
-        check_name("baseline", name, baselines)
     request = Request(
         subject=chosen,
         cases=_cases(chosen, suite, split(case)),
-        baselines=list(dict.fromkeys(split(baseline))) or baselines[:1],
         seed=seed,
         command=as_typed(context.obj or []),
     )

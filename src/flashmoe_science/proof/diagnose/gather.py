@@ -38,7 +38,7 @@ from ..text import did_you_mean
 from ..worker import run_task
 from .experiments import main_kernel
 from .hypotheses import diagnose_case
-from .observations import Chip, Diagnosis, Kernel, Observations, Scaled, Sensors, TimedBaseline, Times
+from .observations import Chip, Diagnosis, Kernel, Observations, Scaled, Sensors, Times
 
 _ROUNDS = 5
 _SEQUENTIAL = (2, 4)
@@ -60,7 +60,6 @@ class Request:
 
     subject: Subject
     cases: Sequence[SuiteCase]
-    baselines: Sequence[str]
     seed: int = 0
     command: str = ""
 
@@ -229,7 +228,7 @@ def _measure(
     settings = Settings(times=times, processes=1, rounds=_ROUNDS, cache="rotating", seed=request.seed)
     payload = {
         **common,
-        "baselines": list(request.baselines),
+        "baselines": [],
         "settings": settings.model_dump(mode="json"),
         "process": 0,
         "times": times,
@@ -293,11 +292,6 @@ def _observe(operator: Operator, request: Request, gpu: Gpu, family: _Longer, to
         kernels=[Kernel.model_validate(each) for each in launch.get("kernels", [])],
         scaled=[_timed(run, subject, clock, told) for run in family.runs.values()],
         sensors=sensors,
-        baselines=[
-            TimedBaseline(name=each, times=Times.model_validate(times))
-            for each in request.baselines
-            if (times := {**_seconds(timed, each), **_seconds(profile, each)})
-        ],
         promised=bool(launch.get("capture", {}).get("promises")),
         broken_promises=_broken(operator, request.subject, name, launch),
         missing=missing,

@@ -93,13 +93,6 @@ class Sensors(Model):
     max_sm_clock_mhz: int | None = None
 
 
-class TimedBaseline(Model):
-    """A baseline in the same case, to see what is possible."""
-
-    name: str
-    times: Times
-
-
 class Chip(Model):
     """What limits a call on one GPU."""
 
@@ -131,7 +124,6 @@ class Observations(Model):
     kernels: list[Kernel] = Field(default_factory=list)
     scaled: list[Scaled] = Field(default_factory=list)
     sensors: Sensors = Sensors()
-    baselines: list[TimedBaseline] = Field(default_factory=list)
     promised: bool = False  # whether launches were promised
     broken_promises: list[str] | None = None  # what ran otherwise than promised; None: not captured
     missing: dict[str, str] = Field(default_factory=dict)  # what -> why
