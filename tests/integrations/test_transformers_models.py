@@ -160,13 +160,62 @@ def test_models_that_the_table_does_not_have_are_warned_of_once_and_get_masks():
     layer = torch.nn.Module()
     layer.config = _Config()
     with pytest.warns(UserWarning, match=r"model type not_in_the_table .* was not tried with flashmoe_science"):
-        attend(layer, *tensors(), None)
+        attend(layer, *tensors(), None, is_causal=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        attend(layer, *tensors(), None)
+        attend(layer, *tensors(), None, is_causal=True)
     assert make_mask(1, 9, 9, 0, 0, config=layer.config) is not None
     known = transformers.LlamaConfig()
     assert make_mask(1, 9, 9, 0, 0, config=known) is None
+
+
+@pytest.mark.filterwarnings("ignore:model type")
+@pytest.mark.parametrize("config", [_Config(), transformers.LlamaConfig()])
+def test_a_mask_that_hides_nothing_is_not_taken_for_causal(config):
+    """Eager attention gets None then, and shows all keys. A layer that says it is causal would hide some."""
+    whole = {"config": config, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": True}
+    mask = make_mask(1, 5, 7, 0, 0, mask_function=lambda *_: torch.tensor(data=True), use_vmap=True, **whole)
+    assert mask is not None
+    assert mask.untyped_storage().nbytes() == 4
+    layer = torch.nn.Module()
+    layer.config = config
+    layer.is_causal = True  # type: ignore[assignment]
+    q, k, v = given = tensors(5, 7)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    for shown in (mask, mask[:, :, :, :7]):  # a mask that was cut is an ordinary one
+        torch.testing.assert_close(attend(layer, *given, shown, sliding_window=2)[0], expected)
+
+
+@pytest.mark.filterwarnings("ignore:model type splinter")
+def test_an_encoder_that_the_table_does_not_have():
+    """Its layers do not say whether they are causal, and it makes no mask without padding."""
+    config = transformers.SplinterConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32
+    )
+    torch.manual_seed(0)
+    theirs = transformers.SplinterModel._from_config(config, attn_implementation="eager").eval()
+    ours = transformers.SplinterModel._from_config(config, attn_implementation="moe_science").eval()
+    ours.load_state_dict(theirs.state_dict())
+    tokens, seen = torch.randint(5, 60, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+    for hidden in (0, 3):
+        seen[0, :hidden] = 0
+        found, expected = (model(tokens, attention_mask=seen).last_hidden_state for model in (ours, theirs))
+        torch.testing.assert_close(found[seen.bool()], expected[seen.bool()], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:model type")
+@pytest.mark.parametrize("says", [True, None])
+def test_none_as_a_mask_of_an_unknown_layer_means_two_things(says):
+    layer = torch.nn.Module()
+    layer.config = _Config()
+    if says is not None:
+        layer.is_causal = says
+    with pytest.raises(UnsupportedError, match="eager attention shows all keys then, and SDPA hides those ahead"):
+        attend(layer, *tensors(), None)
+    attend(layer, *tensors(1, 5), None)
+    attend(layer, *tensors(), None, is_causal=True)
+    layer.is_causal = False  # type: ignore[assignment]
+    attend(layer, *tensors(), None)
 
 
 @pytest.mark.filterwarnings("ignore:model type qwen2_5_vl_text")
@@ -242,14 +291,16 @@ def test_sources_that_look_the_name_up_are_not(tmp_path, monkeypatch):
     layer = importlib.import_module("other_model").Layer()
     layer.config = _Config()
     monkeypatch.setattr(transformers_models, "_warned", {"not_in_the_table"})
-    attend(layer, *tensors(), None)
-    compiled = torch.compile(lambda *given: attend(layer, *given, None)[0], fullgraph=True, backend="eager")
+    attend(layer, *tensors(), None, is_causal=True)
+    compiled = torch.compile(
+        lambda *given: attend(layer, *given, None, is_causal=True)[0], fullgraph=True, backend="eager"
+    )
     given = tensors()
-    torch.testing.assert_close(compiled(*given), attend(layer, *given, None)[0])
+    torch.testing.assert_close(compiled(*given), attend(layer, *given, None, is_causal=True)[0])
     monkeypatch.setattr(transformers_models, "_warned", set())
     monkeypatch.setattr(transformers_models, "_branches", {"other_model": True})
     torch._dynamo.reset()
-    compiled = torch.compile(lambda *given: attend(layer, *given, None)[0], backend="eager")
+    compiled = torch.compile(lambda *given: attend(layer, *given, None, is_causal=True)[0], backend="eager")
     with pytest.raises(UnsupportedError, match="other_model branches on the name"):
         compiled(*given)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import json
+import os
 import time
 from datetime import datetime, timedelta, timezone
 
@@ -11,8 +14,11 @@ import pytest
 from flashmoe_science.errors import ClaimError, EvidenceError
 from flashmoe_science.proof.judge.claims import load_claims
 from flashmoe_science.proof.judge.judge import VerdictStatus
+from flashmoe_science.proof.judge.staleness import compare_sources
 from flashmoe_science.proof.judge.verify import verify_claims
-from flashmoe_science.proof.records.documents import read_record, record_text, write_record
+from flashmoe_science.proof.records import store
+from flashmoe_science.proof.records.documents import open_document, read_record, record_text, write_record
+from flashmoe_science.proof.records.evidence import SourceFile
 from flashmoe_science.proof.records.store import Archive, Store
 
 from .builders import build_record
@@ -112,6 +118,72 @@ def test_nested_json_is_one_line_with_the_file_and_the_others_go_on(repository, 
     assert (len(runs), len(found)) == (1, 1)
 
 
+TIMES = ("cases", 0, "rounds", 1, "seconds", "graph", "sdpa")
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        (("cases",), 2**64, "key cases: "),
+        (("cases",), {"a": 1}, "key cases: "),
+        (("created_at",), "0001-01-01T00:00:00", "key created_at: expected a moment of the past"),
+        (("created_at",), "0001-01-01T00:00:00+23:59", "key created_at: expected a moment of the past"),
+        (("cases", 0, "input_sets"), 0, "key cases.0.input_sets: "),
+        ((*TIMES, 3), 1e308, "case case0, arm sdpa, graph time: expected 1e-12 to 1e+09 s, got 1e+308"),
+        ((*TIMES, 3), -1e308, "got -1e+308"),
+        ((*TIMES, 3), 5e-324, "got 4.94066e-324"),
+        ((*TIMES, 3), "Infinity", ""),
+        ((*TIMES, 3), 0, ""),
+        (("id",), "20269901T256199Z-x", ""),
+    ],
+)
+def test_a_value_that_no_run_has_ends_nothing(repository, place, value, said):
+    document = json.loads(record_text(repository.record("a", speedups=[2.5, 2.6])))
+    for arm in (arm for case in document["cases"] for arm in case["arms"]):
+        del arm["rates"]  # which would not follow from the samples
+    *path, last = place
+    table = document
+    for key in path:
+        table = table[key]
+    table[last] = value
+    (repository.root / "evidence" / "a.json").write_text(json.dumps(document))
+    status, errors = judged(repository)
+    assert status is not VerdictStatus.DEMONSTRATED
+    assert said in errors
+    assert ("a.json: " in errors) == bool(said)
+
+
+def test_a_bomb_is_read_up_to_a_limit(repository, monkeypatch):
+    class Bounded:
+        def __init__(self, file):
+            self.file = open_document(file)
+
+        def read(self, size=-1):
+            assert size > 0
+            return self.file.read(size)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.file.close()
+
+    (repository.root / "evidence" / "bomb.json.gz").write_bytes(gzip.compress(b" " * (4 << 20)))
+    monkeypatch.setattr(store, "open_document", Bounded)
+    assert "bomb" in store.evidence_files(repository.root)
+
+
+def test_a_record_names_no_source_outside_of_its_repository(repository, tmp_path_factory):
+    outside = tmp_path_factory.mktemp("outside") / "secret"
+    outside.write_text("x")
+    record = repository.record("a", speedups=[2.5, 2.6])
+    for path in (str(outside), os.path.relpath(outside, repository.root)):
+        source = SourceFile(path=path, sha256=hashlib.sha256(b"x").hexdigest())
+        subject = record.subject.model_copy(update={"folder": ".", "sources": [source]})
+        changed = compare_sources(record.model_copy(update={"subject": subject}), repository.root).changed
+        assert "1 of them not in" in changed
+
+
 def test_a_link_to_a_device_is_no_record(repository):
     (repository.root / "evidence" / "zero.json").symlink_to("/dev/zero")
     assert "zero.json: cannot be read: it is no file" in judged(repository)[1]
@@ -131,7 +203,7 @@ def test_a_link_to_a_device_is_no_record(repository):
 def test_nested_toml_is_one_line_with_the_file_at_once(repository, text):
     (repository.root / "claims" / "deep.toml").write_text(text)
     began = time.monotonic()
-    with pytest.raises(ClaimError, match=r"deep.toml: expected at most") as caught:
+    with pytest.raises(ClaimError, match=r"deep.toml: (cannot be read: )?expected at most") as caught:
         load_claims(repository.root / "claims")
     assert time.monotonic() - began < 5
     assert len(str(caught.value)) < 500

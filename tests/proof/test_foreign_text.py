@@ -17,7 +17,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 from flashmoe_science import cli
-from flashmoe_science.cli.terminal import Terminal
+from flashmoe_science.cli.terminal import ChainProgress, Terminal
 from flashmoe_science.proof.judge.judge import judge
 from flashmoe_science.proof.judge.rows import csv_text
 from flashmoe_science.proof.records.evidence import Gate, GateStatus
@@ -122,6 +122,27 @@ def test_a_terminal_shows_texts_and_obeys_none(capsys, monkeypatch, colour):
         said = re.sub(r"\x1b\[[0-9;]*m", "", "".join(capsys.readouterr()))
         assert not re.search(r"^\s*::|##\w*\[", said, re.MULTILINE), (text, said)
         assert not any(map(is_unseen, said)), (text, said)
+
+
+class Screen(io.StringIO):
+    """A terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("text", ["[link=http://evil.example]x[/link]", "[/]", "[bold]x", "a[b]c"])
+def test_progress_shows_markup_and_obeys_none(monkeypatch, text):
+    """Labels are names of cases, and what a borrowed machine says."""
+    monkeypatch.setattr(sys, "stderr", screen := Screen())
+    progress = ChainProgress(terminal := Terminal())
+    progress.start(text)
+    progress.advance(1, 2, text)
+    progress.close()
+    with terminal.doing() as say:
+        say(text)
+    assert screen.getvalue().count(text) >= 3
+    assert "\x1b]8" not in screen.getvalue()
 
 
 def test_errors_and_json_obey_none(capsys):

@@ -213,6 +213,9 @@ def test_files_are_found_in_folders_and_a_wrong_path_is_refused(tmp_path):
         markdown_files([tmp_path / "nothing.md"])
     with pytest.raises(InputError, match="there is no Markdown file in this folder"):
         markdown_files([tmp_path / ".hidden" / ".." / ".hidden", (tmp_path / "empty").mkdir() or tmp_path / "empty"])
+    (tmp_path / "zero.md").symlink_to("/dev/zero")
+    with pytest.raises(InputError, match=r"zero\.md: cannot be read: it is no file"):
+        check_file(tmp_path / "zero.md", {})
     (tmp_path / "a.md").write_bytes(b"\xff")
     with pytest.raises(InputError, match=r"a\.md: cannot be read"):
         check_file(tmp_path / "a.md", {})

@@ -180,6 +180,14 @@ def test_the_tables_of_cases_have_headings_with_run_and_verdicts():
     assert "| claim | verdict |" not in text
 
 
+def test_the_tables_of_cases_work_out_the_rates_that_a_record_lacks():
+    record = build_record(speedups=[2.3, 3.0])
+    arms = [[arm.model_copy(update={"rates": {}}) for arm in case.arms] for case in record.cases]
+    cases = [case.model_copy(update={"arms": own}) for case, own in zip(record.cases, arms, strict=True)]
+    lacking = section(record.model_copy(update={"cases": cases}), {}, render=case_section, up="../")
+    assert lacking == section(record, {}, render=case_section, up="../")
+
+
 @pytest.fixture
 def repository(tmp_path):
     (tmp_path / "claims").mkdir()

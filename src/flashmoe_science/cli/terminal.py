@@ -19,6 +19,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
 from rich.table import Column
+from rich.text import Text
 from rich.theme import Theme
 
 from ..errors import EvidenceError, FlashmoeError, InputError
@@ -123,7 +124,7 @@ class Terminal:
             yield say
             return
         with self.log.status("") as status:
-            yield status.update
+            yield lambda text: status.update(Text(text))  # rich would obey the markup of a text
 
     def show_verdicts(self, verdicts: Sequence[Verdict], *, why: bool = False) -> None:
         """Print a line, or on a terminal a paragraph, for every verdict; in a pipe each line says everything."""
@@ -263,11 +264,11 @@ class ChainProgress:
 def _bar(console: Console) -> Progress:
     label = Column(ratio=1, no_wrap=True, overflow="ellipsis")
     return Progress(
-        TextColumn("{task.description:<8}", style="bold"),
+        TextColumn("{task.description:<8}", style="bold", markup=False),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TimeRemainingColumn(compact=True),
-        TextColumn("{task.fields[label]}", style="dim", table_column=label),
+        TextColumn("{task.fields[label]}", style="dim", markup=False, table_column=label),
         console=console,
         speed_estimate_period=_SECONDS_OF_PACE,
         transient=True,

@@ -44,7 +44,7 @@ from .arguments import (
     check_softcap,
     check_starts,
 )
-from .transformers_masks import is_prefix_mask, make_mask, make_no_mask
+from .transformers_masks import is_all_seen, is_prefix_mask, make_mask, make_no_mask
 
 if TYPE_CHECKING:
     from ..distributed import ContextParallel, PackedPlan
@@ -254,6 +254,8 @@ def attend(
         sliding_window = None
         if attention_mask is None and not is_known:
             _check_own_window(module, key)
+    if attention_mask is None and is_causal is None and not is_known:
+        _check_says_causal(module, query, others)
     check_kinds(
         query=query, key=key, value=value, attention_mask=attention_mask, position_bias=position_bias, s_aux=s_aux
     )
@@ -299,6 +301,8 @@ def _attend(
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
     if value.shape[2] != seqlen_k:  # causal, both are cut to the queries
         raise InputError(f"value must have as many keys as key, {seqlen_k}, got {value.shape[2]}")
+    if is_all_seen(attention_mask):
+        attention_mask, causal, sliding_window = None, False, None
     if attention_mask is not None and causal and is_prefix_mask(attention_mask, seqlen_q, seqlen_k):
         attention_mask = None
         key, value = key[:, :, :seqlen_q], value[:, :, :seqlen_q]
@@ -406,6 +410,17 @@ def _check_own_window(module: torch.nn.Module, key: Tensor) -> None:
                     f"sliding_window must be given with a mask of None by a layer whose {name} is {window}",
                     hint="hand over sliding_window, None for a layer that sees all keys, or a mask",
                 )
+
+
+def _check_says_causal(module: torch.nn.Module, query: Tensor, others: dict[str, Any]) -> None:
+    """Raise ``UnsupportedError`` where None as a mask may mean all keys, as for eager attention, or those behind."""
+    is_sure = getattr(module, "config", None) is None or not getattr(module, "is_causal", True)
+    if not is_sure and query.shape[2] > 1 and others.get("cu_seq_lens_q") is None:
+        raise UnsupportedError(
+            f"attention_mask None is not served for {type(module).__name__}, a layer of a model that was not tried: "
+            "eager attention shows all keys then, and SDPA hides those ahead",
+            hint="hand over is_causal, or a mask [B, 1, Sq, Sk]",
+        )
 
 
 def _check_packing(query: Tensor, mask: Any, others: dict[str, Any], *, is_packed: bool) -> None:

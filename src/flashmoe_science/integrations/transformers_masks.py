@@ -12,10 +12,13 @@ from . import transformers_models
 from .arguments import as_bias
 
 _PREFIX = "flashmoe_prefix"  # of a mask: causal from the first key on, and a window that the layer hands over
+_ALL = "flashmoe_all"  # of a mask: it hides nothing
 
 
 def make_mask(*arguments: Any, local_size: int | None = None, **options: Any) -> Tensor | None:
     """Return what is added to the scores, ``[B, 1, Sq, Sk]``, or None where causal, window and lengths say it all.
+
+    A mask that hides nothing says so of itself: of None, a layer would say whether it is causal.
 
     The arguments are those of ``transformers.masking_utils.sdpa_mask``.
 
@@ -28,13 +31,15 @@ def make_mask(*arguments: Any, local_size: int | None = None, **options: Any) ->
     skipped = transformers_models.skips(config)
     if "causal" not in skipped:  # nobody knows what a layer makes of None
         made: Tensor | None = eager_mask(*arguments, local_size=local_size, **options)
-        return made
+        return _all_seen(*arguments, **options) if made is None else made
     # sdpa_mask makes a mask as soon as a window hides a key, as SDPA has no windows. A chunk, which comes under the
     # same name, is no window.
     is_window = local_size is not None and local_size == getattr(config, "sliding_window", None)
     is_window = is_window and local_size != getattr(config, "attention_chunk_size", None) and "window" in skipped
     least = None if is_window and options.get("allow_is_causal_skip") else local_size
     mask: Tensor | None = sdpa_mask(*arguments, local_size=least, **options)
+    if mask is None and options.get("allow_is_bidirectional_skip"):
+        return _all_seen(*arguments, **options)
     is_prefix = mask is None and _is_prefix(*arguments, **options)
     if is_prefix:
         # An empty static cache is filled. The layer may cut the queries, so that None would say too little.
@@ -81,6 +86,20 @@ def _is_prefix(*sizes: Any, **options: Any) -> bool:
     named = {**dict(zip(("batch_size", "q_length", "kv_length"), sizes, strict=False)), **options}
     is_causal = bool(named.get("allow_is_causal_skip", True)) and not named.get("allow_is_bidirectional_skip")
     return is_causal and named["q_length"] > 1 and named["q_length"] != named["kv_length"]
+
+
+def _all_seen(*sizes: Any, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> Tensor:
+    """Return a mask that hides nothing, and takes no memory."""
+    named = {**dict(zip(("batch_size", "q_length", "kv_length"), sizes, strict=False)), **options}
+    shape = (named["batch_size"], 1, named["q_length"], named["kv_length"])
+    mask = torch.zeros((), dtype=dtype or torch.float32, device=device).expand(shape)
+    setattr(mask, _ALL, True)
+    return mask
+
+
+def is_all_seen(mask: Any) -> bool:
+    """Whether ``make_mask`` made a mask that hides nothing."""
+    return bool(getattr(mask, _ALL, False))
 
 
 def is_prefix_mask(mask: Any, seqlen_q: int, seqlen_k: int) -> bool:

@@ -10,12 +10,13 @@ import zipfile
 import pytest
 
 from flashmoe_science.errors import InputError, MachineLostError, RemoteError
+from flashmoe_science.proof.records.evidence import Gate, GateStatus
 from flashmoe_science.proof.remote import Host, bootstrap
 from flashmoe_science.proof.remote.session import _Session
 from flashmoe_science.proof.remote.wheels import REQUIREMENTS, platforms
 
 from ..test_interruption import ROOT
-from .stub import SSH, StubTree, request, run
+from .stub import SSH, Lines, StubTree, request, run
 
 
 @SSH
@@ -204,6 +205,22 @@ def test_a_machine_chooses_neither_packages_nor_options_of_pip(changes, monkeypa
         session.refuse(error)
     assert ran == []
     assert isinstance(session.error(), RemoteError)
+
+
+@pytest.mark.parametrize("count", [1e999, -1, "3", 10**400, None, True])
+def test_a_machine_counts_in_integers(count):
+    session = _Session(Host("gpu"), request("tell"), {}, b"", 1.0)
+    with pytest.raises(ValueError, match="done must be an integer from 0 to"):
+        session.show(Lines(), "advance", {"done": count, "total": 3, "label": "a"})
+
+
+def test_a_gate_that_a_machine_tells_of_is_bounded():
+    session = _Session(Host("gpu"), request("tell"), {}, b"", 1.0)
+    session._hear("[" * 100_000)  # what a login shell prints is no document
+    gate = Gate(name="bench", status=GateStatus.FAILED, summary="x" * 10**6, hint="y" * 10**6, details=["z" * 10**6])
+    session.show(lines := Lines(), "finish", {"gate": gate.model_dump_json()})
+    (found,) = lines.finished
+    assert max(map(len, (found.summary, found.hint, *found.details))) < 3000
 
 
 def test_what_a_machine_says_is_bounded():

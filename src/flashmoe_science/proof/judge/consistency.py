@@ -429,7 +429,7 @@ def _copied_arms(record: Record) -> _Found:
     for case, rounds in _all_rounds(record):
         for kind, columns in rounds.seconds.items():
             for (one, a), (other, b) in combinations(columns.items(), 2):
-                if len(a) >= _FEWEST_COMPARED and min(a) > 0 and min(b) > 0:
+                if len(a) >= _FEWEST_COMPARED and all(0 < seconds < math.inf for seconds in (*a, *b)):
                     logs = [math.log(x / y) for x, y in zip(a, b, strict=True)]
                     if max(logs) - min(logs) < _CONSTANT:
                         ratio = f"{math.exp(logs[0]):.4g} times"
@@ -449,7 +449,11 @@ def _dates(record: Record) -> _Found:
 
 
 def _seconds_of(moment: str) -> float:
-    return datetime.strptime(f"{moment}+0000", "%Y%m%dT%H%M%S%z").timestamp()
+    """Return the seconds since 1970 of a moment in an id: infinite where no calendar has it."""
+    try:
+        return datetime.strptime(f"{moment}+0000", "%Y%m%dT%H%M%S%z").timestamp()
+    except ValueError:
+        return math.inf
 
 
 def _commit(at_commit: _AtCommit, record: Record) -> _Found:

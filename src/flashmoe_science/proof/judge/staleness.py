@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from ...errors import InputError, UnsupportedError
 from ...gpu.specs import GpuSpec
 from ..records.evidence import Arm, Gpu, Record
-from ..subject.loading import is_builtin
+from ..subject.loading import is_builtin, is_inside
 from ..subject.subject import PACKAGE_FOLDER
 from ..text import counted, few
 from .claims import Claim
@@ -39,7 +39,7 @@ def compare_sources(record: Record, repository: Path) -> Sources:
     """Compare the source files that ran with those in ``repository`` now."""
     subject = record.subject
     folders = [repository / subject.folder] if subject.folder is not None else _package_folders(repository)
-    now = {source.path: _sha256(folders, source.path) for source in subject.sources}
+    now = {source.path: _sha256(folders, source.path, repository) for source in subject.sources}
     if now and not any(now.values()) and subject.folder is None:
         return Sources(notes=["its sources are not in this repository, so nobody compared them"])
     differ = [source.path for source in subject.sources if now[source.path] != source.sha256]
@@ -132,7 +132,8 @@ def _package_folders(repository: Path) -> list[Path]:
     return [repository / "src" / PACKAGE_FOLDER.name, PACKAGE_FOLDER]
 
 
-def _sha256(folders: list[Path], path: str) -> str | None:
-    """Return the SHA-256 of the first file of this path, or None where there is none."""
-    file = next((folder / path for folder in folders if (folder / path).is_file()), None)
+def _sha256(folders: list[Path], path: str, repository: Path) -> str | None:
+    """Return the SHA-256 of the first file of this path, or None where there is none in repository or package."""
+    files = (folder / path for folder in folders if (folder / path).is_file())
+    file = next((each for each in files if is_inside(each, repository) or is_inside(each, PACKAGE_FOLDER)), None)
     return hashlib.sha256(file.read_bytes()).hexdigest() if file else None

@@ -18,14 +18,15 @@ from pydantic import ValidationError
 
 from ...errors import EvidenceError
 from .evidence import SCHEMA_VERSION, Arm, CaseRecord, Rates, Record, TimeKind, rates_of
-from .files import load_json, write_atomically
+from .files import load_json, read_bounded, write_atomically
 
 SUFFIX = ".json.gz"
 NEWER = "a newer flashmoe made it: update this one (in its clone: git pull, then make prove)"
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _SAME_RATE = 1e-9  # as a share: of two ways to work out the same median
-_TEXT_LIMIT = 256 << 20  # bytes of a document; those of the largest suites have some ten million
+_SHORTEST, _LONGEST = 1e-12, 1e9  # seconds: no clock gives others, and their ratios have no float
+TEXT_BYTES = 256 << 20  # of a document; those of the largest suites have some ten million
 
 
 def record_text(record: Record) -> str:
@@ -107,13 +108,7 @@ def open_document(file: BinaryIO) -> BinaryIO:
 def read_text(path: Path) -> str:
     """Return the text of a file, decompressed where it is gzipped. Raises ``EvidenceError``."""
     try:
-        if not path.is_file() and path.exists() and not path.is_relative_to("/dev"):  # a link may name a device
-            raise EvidenceError(f"{path}: cannot be read: it is no file")
-        with path.open("rb") as file:
-            data = open_document(file).read(_TEXT_LIMIT + 1)
-        if len(data) > _TEXT_LIMIT:
-            raise EvidenceError(f"{path}: cannot be read: expected at most {_TEXT_LIMIT} bytes of text, got more")
-        return data.decode("utf-8")
+        return read_bounded(path, TEXT_BYTES, open_document).decode("utf-8")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise EvidenceError(f"{path}: cannot be read: {reason}") from error
@@ -137,6 +132,7 @@ def parse_record(text: str, where: object) -> Record:
     if record.schema_version > SCHEMA_VERSION:  # a name that is known may mean something else there
         raise EvidenceError(f"{where}: {_newer_schema(text)}", hint=NEWER)
     for case in record.cases:
+        _check_times(case, where)
         for arm in case.arms:
             _check_rates(case, arm, where)
     return record
@@ -151,6 +147,17 @@ def _newer_schema(text: str) -> str:
     version = document.get("schema_version") if isinstance(document, dict) else None
     newer = isinstance(version, int) and version > SCHEMA_VERSION
     return f"it has schema {version}, and this flashmoe reads up to {SCHEMA_VERSION}" if newer else ""
+
+
+def _check_times(case: CaseRecord, where: object) -> None:
+    """Raise ``EvidenceError`` for a time that no clock gives. Of 0, infinity and the like the judge says so."""
+    for rounds in case.rounds:
+        for kind, columns in rounds.seconds.items():
+            for arm, column in columns.items():
+                for seconds in column:
+                    if not _SHORTEST <= abs(seconds) <= _LONGEST and seconds and math.isfinite(seconds):
+                        what = f"{where}: case {case.name}, arm {arm}, {kind} time"
+                        raise EvidenceError(f"{what}: expected {_SHORTEST:g} to {_LONGEST:g} s, got {seconds:g}")
 
 
 def _check_rates(case: CaseRecord, arm: Arm, where: object) -> None:

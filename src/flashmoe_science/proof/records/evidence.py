@@ -42,11 +42,13 @@ RecordId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.@-
 Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 
 CLOCK_SKEW = timedelta(days=1)
+_FIRST_MOMENT = datetime(2000, 1, 1, tzinfo=timezone.utc)  # no run is older, and no zone takes it out of the calendar
 
 
 def _moment_of_the_past(moment: datetime) -> datetime:
     moment = moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
-    if moment - CLOCK_SKEW > datetime.now(timezone.utc):  # the newest run decides: one of tomorrow would for ever
+    # The newest run decides: one of tomorrow would for ever.
+    if not _FIRST_MOMENT <= moment <= datetime.now(timezone.utc) + CLOCK_SKEW:
         raise ValueError(f"expected a moment of the past, got {moment.isoformat()}")
     return moment
 
@@ -240,8 +242,8 @@ class CaseRecord(Model):
         ""  # what gate correct ran on the CPU in the subject's place, and why; it leaves ``correct`` at None
     )
     stress_draws: list[str] = Field(default_factory=list)  # that gate correct tried besides, all of which passed
-    input_sets: int = 1  # sets of inputs that the graph and wall times rotate over
-    input_set_bytes: int = 0  # of one of them; 0: not known
+    input_sets: int = Field(default=1, ge=1)  # sets of inputs that the graph and wall times rotate over
+    input_set_bytes: int = Field(default=0, ge=0)  # of one of them; 0: not known
     arms: list[Arm] = Field(default_factory=list)
     rounds: list[Rounds] = Field(default_factory=list)
 
@@ -408,7 +410,8 @@ class Record(Model):
             document["schema_version"] = SCHEMA_VERSION
         if "launches" in document:
             table = _launch_table(document.pop("launches"))
-            document["cases"] = [_with_launches(case, table) for case in document.get("cases", ())]
+            if isinstance(cases := document.get("cases"), list):  # else validation names what is wrong
+                document["cases"] = [_with_launches(case, table) for case in cases]
         return document
 
     @property

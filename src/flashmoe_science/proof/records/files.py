@@ -1,14 +1,38 @@
-"""Write a file so that nobody ever sees half of it; read JSON that somebody else wrote."""
+"""Write a file so that nobody ever sees half of it; read what somebody else wrote."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+_PAGE_BYTES = 16 << 20  # of a Markdown file
+
+
+def read_bounded(path: Path, most: int, opened: Callable[[BinaryIO], BinaryIO] = lambda file: file) -> bytes:
+    """Return the bytes of a file that somebody else wrote, as ``opened`` reads them.
+
+    Raises ``OSError``: it cannot be read, is no file, or has more than ``most`` bytes.
+    """
+    # A link may name a device.
+    if path.exists() and not (path.is_file() or path.is_dir() or path.is_relative_to("/dev")):
+        raise OSError(errno.EINVAL, "it is no file")
+    with path.open("rb") as file:
+        data = opened(file).read(most + 1)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"expected at most {most} bytes, got more")
+    return data
+
+
+def read_page(path: Path, errors: str = "strict") -> str:
+    """Return the text of a Markdown file, lines ended by a line feed. Raises ``OSError``, ``UnicodeDecodeError``."""
+    text = read_bounded(path, _PAGE_BYTES).decode("utf-8", errors)
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

@@ -15,6 +15,7 @@ from ...errors import EvidenceError
 from ..text import did_you_mean
 from .begun import BegunLedger, BegunRun
 from .documents import (
+    TEXT_BYTES,
     documents_in,
     is_document,
     name_of,
@@ -249,7 +250,7 @@ def _run_id(path: Path) -> str | None:
             begin = file.read(_BEGIN_BYTES)
             if found := _ID_AT_THE_BEGIN.match(begin):
                 return found[1].decode()
-            document = load_json(begin + file.read())
+            document = load_json(begin + file.read(TEXT_BYTES))
     except (OSError, EOFError, zlib.error, ValueError):
         return name_of(path)  # reading it as a record says what is wrong
     # The GPU tests leave documents of their own, which have no gates.

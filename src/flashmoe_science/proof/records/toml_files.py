@@ -12,6 +12,7 @@ from typing import Any, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from ...errors import FlashmoeError, shown
+from .files import read_bounded
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -36,13 +37,7 @@ def read_toml(path: Path, model: type[ModelT], error: type[FlashmoeError], *, hi
         error: the file cannot be read, is no TOML, or breaks the model. The message names file, key, expected and got.
     """
     try:
-        if path.exists() and not path.is_file() and not path.is_dir() and not path.is_relative_to("/dev"):
-            raise error(f"{path}: cannot be read: it is no file", hint=hint)
-        with path.open("rb") as file:
-            data = file.read(_SIZE_LIMIT + 1)
-        if len(data) > _SIZE_LIMIT:
-            raise error(f"{path}: expected at most {_SIZE_LIMIT} bytes, got more", hint=hint)
-        text = data.decode("utf-8")
+        text = read_bounded(path, _SIZE_LIMIT).decode("utf-8")
     except (OSError, UnicodeDecodeError) as problem:
         reason = problem.strerror if isinstance(problem, OSError) else str(problem)
         raise error(f"{path}: cannot be read: {reason}", hint=hint) from problem

@@ -30,6 +30,7 @@ from ..gates import Progress
 from ..gates.run import new_run_id
 from ..records.documents import parse_record
 from ..records.evidence import Gate, Record
+from ..records.files import load_json
 from .agent import BUDGET, SIZE, RemoteRequest
 from .tree import Tree
 from .wheels import REQUIREMENTS, asked_for, bundle_wheels
@@ -53,6 +54,7 @@ _TEXT_LIMIT = 2000  # characters of one text that is printed
 _LINE_LIMIT = 64 << 20  # bytes of one document, e.g. a record
 _TOTAL_LIMIT = 4 << 30  # bytes in all
 _PRINTED_LIMIT = 10_000  # documents that print something
+_MOST_STEPS = 10**9  # of a gate
 _WAITING_LIMIT = 16  # documents that nobody has handled yet
 
 _CHECK = """import sys
@@ -193,7 +195,7 @@ def _drain(session: _Session, handle: Callable[[str, dict[str, Any]], None], dea
             session.give_up(error)
         except OSError as error:
             session.give_up(EvidenceError(f"{name}: the record cannot be kept: {error.strerror}"))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, ArithmeticError) as error:
             why = " ".join(str(error).split())
             message = f"{name}: a {kind} came that cannot be read: {type(error).__name__}: {why}"
             session.give_up(RemoteError(message))
@@ -211,7 +213,19 @@ def _text(data: Mapping[str, Any], key: str) -> str:
     value = data[key]
     if not isinstance(value, str):
         raise TypeError(f"{key} must be a text, got {shown(value)[:200]}")
-    return value if len(value) <= _TEXT_LIMIT else value[:_TEXT_LIMIT] + " ..."
+    return _cut(value)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _TEXT_LIMIT else text[:_TEXT_LIMIT] + " ..."
+
+
+def _count(data: Mapping[str, Any], key: str) -> int:
+    """Return a count that a machine said. Raises ``ValueError`` where it is none."""
+    value = data[key]
+    if type(value) is not int or not 0 <= value <= _MOST_STEPS:
+        raise ValueError(f"{key} must be an integer from 0 to {_MOST_STEPS}, got {shown(value)[:200]}")
+    return value
 
 
 class _Session:
@@ -272,11 +286,13 @@ class _Session:
             self.gate = _text(data, "gate")
             progress.start(self.gate)
         elif kind == "advance":
-            progress.advance(int(data["done"]), int(data["total"]), _text(data, "label"))
+            progress.advance(_count(data, "done"), _count(data, "total"), _text(data, "label"))
         elif kind == "note":
             progress.note(_text(data, "line"))
         elif kind == "finish":
-            progress.finish(Gate.model_validate_json(data["gate"]))
+            gate = Gate.model_validate_json(data["gate"])
+            texts = {"summary": _cut(gate.summary), "hint": _cut(gate.hint), "details": [*map(_cut, gate.details)]}
+            progress.finish(gate.model_copy(update=texts))
 
     def give_up(self, error: FlashmoeError) -> None:
         """Let the run end, whose machine would be paid for nothing."""
@@ -403,7 +419,7 @@ class _Session:
             self._error = RemoteError(f"{self.host.name}: no Python there can run this: {tried}", hint=hint)
             return
         try:
-            event = json.loads(line)
+            event = load_json(line)
             kind = str(event.pop("event"))
         except (ValueError, KeyError, TypeError, AttributeError):
             return  # what a login shell prints

@@ -25,6 +25,7 @@ from markdown_it.token import Token
 
 from ...errors import InputError
 from ..judge.claims import Claim
+from ..records.files import read_page
 
 Status = Literal["backed", "waived", "asserted"]
 SectionKind = Literal["slower", "verdicts", "cases", "rules"]  # what `flashmoe readme` renders between two marks
@@ -165,7 +166,7 @@ def check_file(path: Path, claims: Mapping[str, Claim]) -> list[Finding]:
         InputError: the file cannot be read.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_page(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise InputError(f"{path}: cannot be read: {reason}") from error

@@ -32,7 +32,8 @@ from ..judge.judge import Verdict, deciding_baseline
 from ..judge.rows import METRICS, arm_rows, format_bytes, format_ratio, format_seconds, lowest_case
 from ..judge.statistics import Interval
 from ..judge.verify import read_records, verify_claims
-from ..records.evidence import Arm, Record
+from ..records import files
+from ..records.evidence import Arm, CaseRecord, Record, rates_of
 from ..records.store import find_repository
 from ..text import foreign
 from .prose import SectionKind, markdown_in
@@ -96,7 +97,7 @@ def default_pages(repository: Path) -> list[Path]:
 def read_page(path: Path, errors: str = "strict") -> str:
     """Return the text of a page; ``errors`` is what becomes of bytes that are not UTF-8. Raises ``ProofError``."""
     try:
-        return path.read_text(encoding="utf-8", errors=errors)
+        return files.read_page(path, errors)
     except OSError as error:
         raise ProofError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -323,7 +324,7 @@ def _case_table(group: _Group) -> list[str]:
                 cells += ["", "", foreign(judged.reason, "markdown") if judged else ""]
                 continue
             named = f" ({judged.baseline})" if len(group.baseline) > 1 else ""
-            ours, theirs = (_measured(arms[name], kind) for name in (subject, judged.baseline))
+            ours, theirs = (_measured(case, arms[name], kind) for name in (subject, judged.baseline))
             cells += [ours, theirs + foreign(named, "markdown"), format_ratio(judged.interval)]
         lines.append(row(*cells))
     if left_out:
@@ -332,8 +333,10 @@ def _case_table(group: _Group) -> list[str]:
     return lines
 
 
-def _measured(arm: Arm, metric: Metric) -> str:
-    return format_bytes(arm.peak_bytes or 0) if metric == "memory" else format_seconds(arm.rates[metric].seconds)
+def _measured(case: CaseRecord, arm: Arm, metric: Metric) -> str:
+    if metric == "memory":
+        return format_bytes(arm.peak_bytes or 0)
+    return format_seconds(rates_of(case, arm.name)[metric].seconds)  # a record need not have them worked out
 
 
 def _heading(group: _Group) -> str:
