@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from flashmoe_science import InputError, fused_moe
+from flashmoe_science import InputError, fused_moe, route
 from flashmoe_science.distributed import ExpertParallel
 
 EXPERTS, TOP_K, HIDDEN, INTER = 8, 3, 16, 12
@@ -140,15 +140,51 @@ def with_capacities(rank: int, ranks: int) -> dict[str, Any]:
 def gpu_cases(rank: int, ranks: int) -> dict[str, Any]:
     mesh = init_device_mesh("cuda", (ranks,), mesh_dim_names=("ep",))
     sizes = (16, 4, 512, 256)
-    found = {
-        f"{strategy}, {name}, {tokens} tokens": case(
-            ExpertParallel(mesh, strategy=strategy), given, tokens, sizes, "cuda", torch.bfloat16
+    ways = [("gather", "collectives"), ("gather", "symmetric"), ("once", "collectives")]
+    found = {}
+    for strategy, transport in ways:
+        ep = ExpertParallel(mesh, strategy=strategy, transport=transport)
+        for name, given in CASES.items():
+            for tokens in (1, 700):
+                found[f"{strategy}, {transport}, {name}, {tokens} tokens"] = case(
+                    ep, given, tokens, sizes, "cuda", torch.bfloat16
+                )
+    bits = {"bits": float(not same_bits_by_both_transports(mesh))}
+    return {**found, "transports": bits, "overflow": overflow(mesh)}
+
+
+def same_bits_by_both_transports(mesh: Any) -> bool:
+    """Whether outputs and gradients are equal, on two streams by turns, with other sizes between, and in a graph."""
+    both = [ExpertParallel(mesh, transport=transport) for transport in ("collectives", "symmetric")]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for turn, tokens in enumerate((64, 700, 64, 1, 1024, 64)):
+        make = torch.Generator("cuda").manual_seed(100 * both[0].rank + turn)
+        x, up, down, do = (
+            torch.randn(shape, generator=make, device="cuda", dtype=torch.bfloat16) / 8
+            for shape in ((tokens, 512), (8, 512, 512), (8, 512, 256), (tokens, 512))
         )
-        for strategy in ("gather", "once")
-        for name, given in CASES.items()
-        for tokens in (1, 700)
-    }
-    return {**found, "overflow": overflow(mesh)}
+        weights, ids = route(
+            torch.randn(tokens, 8 * both[0].ranks, generator=make, device="cuda", dtype=torch.bfloat16), 4
+        )
+        torch.cuda.synchronize()
+        found = []
+        for ep in both:
+            with torch.cuda.stream(streams[turn % 2]):
+                leaves = [each.detach().requires_grad_() for each in (x, up, down, weights)]
+                out = ep.fused_moe(leaves[0], leaves[1], leaves[2], leaves[3], ids)
+                found.append([out.detach(), *torch.autograd.grad(out, leaves, do)])
+            if turn % 2:
+                torch.cuda.synchronize()
+        torch.cuda.synchronize()
+        if not all(torch.equal(one, other) for one, other in zip(*found, strict=True)):
+            return False
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), torch.no_grad():
+        captured = both[1].fused_moe(x, up, down, weights, ids)
+    x.mul_(2)
+    graph.replay()
+    with torch.no_grad():
+        return torch.equal(captured, both[0].fused_moe(x, up, down, weights, ids))
 
 
 def overflow(mesh: Any) -> dict[str, float]:

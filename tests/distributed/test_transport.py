@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flashmoe_science.distributed.copies import _is_wide, copy_wide
 from flashmoe_science.distributed.transport import SymmetricMemory
 
 
@@ -58,3 +59,46 @@ def test_each_rank_reads_its_part_of_every_message(ranks: int) -> None:
                 received = transport.exchange(sent[rank][number])
                 expected = torch.stack([sent[peer][number][rank] for peer in range(ranks)])
                 assert torch.equal(received, expected)
+
+
+def _transports(ranks: int) -> list[Any]:
+    buffers = [torch.zeros(2**16, dtype=torch.uint8) for _ in range(ranks)]
+    found: list[Any] = [SymmetricMemory(_Group(rank, ranks)) for rank in range(ranks)]  # type: ignore[arg-type] # has what is read
+    for transport, buffer in zip(found, buffers, strict=True):
+        transport._buffer, transport._handle = buffer, _Handle(buffers)
+    return found
+
+
+def _writes_then_reads(transports: list[Any], call: Any) -> list[Any]:
+    """Call each rank twice: what it reads the second time, all have written."""
+    for rank, transport in enumerate(transports):
+        call(rank, transport)
+    return [call(rank, transport) for rank, transport in enumerate(transports)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_gather_all_tensors_and_sum_their_own_tokens_in_order(ranks: int) -> None:
+    make = torch.Generator().manual_seed(0)
+    x = torch.randn(ranks, 5, 16, generator=make).bfloat16()
+    ids = torch.randint(0, 9, (ranks, 5, 3), generator=make, dtype=torch.int32)
+    for tokens, numbers in _writes_then_reads(_transports(ranks), lambda rank, t: t.gather([x[rank], ids[rank]])):
+        assert torch.equal(tokens, x.flatten(0, 1))
+        assert torch.equal(numbers, ids.flatten(0, 1))
+    partial = torch.randn(ranks, ranks * 5, 16, generator=make).bfloat16()
+    found = _writes_then_reads(_transports(ranks), lambda rank, t: t.sum(partial[rank]))
+    for rank, total in enumerate(found):
+        assert torch.equal(total, partial[:, rank * 5 : rank * 5 + 5].float().sum(0).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("shape", "columns", "wide"), [((3, 4, 32), 32, True), ((3, 4, 24), 16, True), ((3, 4, 20), 12, False)]
+)
+def test_wide_copies_keep_every_bit(shape: tuple[int, ...], columns: int, *, wide: bool) -> None:
+    bits = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16)  # NaN of all kinds too
+    source = bits.view(torch.bfloat16)[..., :columns].transpose(0, 1)
+    assert _is_wide(source) == wide
+    into = torch.zeros(4, 3, columns, dtype=torch.bfloat16)
+    copy_wide(into, source)
+    assert torch.equal(into.view(torch.int16), bits[..., :columns].transpose(0, 1))
+    assert not _is_wide(into[..., 1:])
+    assert not _is_wide(into.transpose(1, 2))

@@ -65,7 +65,7 @@ class ContextParallel:
         heads_kv: int | None = None,
         strategy: str = "auto",
         head_groups: int = 1,
-        transport: str = "collectives",
+        transport: str = "auto",
     ) -> None:
         """Choose the strategy.
 
@@ -76,8 +76,9 @@ class ContextParallel:
                 ``causal``, unless ``head_groups`` or ``transport`` ask for ``"heads"``.
             head_groups: by ``"heads"``, in how many groups a rank's K/V heads travel. While one group attends, the next
                 is on its way. It divides the K/V heads of a rank. It changes no bit.
-            transport: by ``"heads"``, ``"collectives"`` of the group's backend (NCCL, gloo), or ``"symmetric"``: copies
-                over symmetric memory, between GPUs of one host that read one another. It changes no bit.
+            transport: by ``"heads"``, ``"collectives"`` of the group's backend (NCCL, gloo); ``"symmetric"``: ranks
+                read one another's memory, between GPUs of one host; or ``"auto"``: ``"symmetric"`` where it can be
+                had. It changes no bit.
 
         Raises:
             InputError: the mesh has several dimensions, a name is unknown, ``head_groups`` is no integer above 0, or
@@ -88,7 +89,7 @@ class ContextParallel:
         self.rank, self.ranks = self.group.rank(), self.group.size()
         self._place = Place(self.rank, tuple(dist.get_process_group_ranks(self.group)))
         # Groups and transports are of "heads": who asks for them gets it.
-        self._chooses = strategy == "auto" and head_groups == 1 and transport == "collectives"
+        self._chooses = strategy == "auto" and head_groups == 1 and transport != "symmetric"
         if strategy == "auto":
             if heads_kv is None:
                 raise InputError('heads_kv must be given for strategy="auto", got None')
@@ -97,13 +98,14 @@ class ContextParallel:
             raise InputError(f'strategy must be "heads", "gather" or "auto", got {shown(strategy)}')
         if type(head_groups) is not int or head_groups < 1:
             raise InputError(f"head_groups must be an integer above 0, got {shown(head_groups)}")
-        if strategy == "gather" and (transport != "collectives" or head_groups != 1):
+        if strategy == "gather" and (transport == "symmetric" or head_groups != 1):
             raise UnsupportedError(
                 f'strategy="gather" serves transport="collectives" and head_groups=1 alone, '
                 f"got {shown(transport)} and {head_groups}"
             )
         self.strategy, self.head_groups = strategy, head_groups
-        self._transport = transport_of(transport, self.group, mesh.device_type)
+        carrier = "collectives" if strategy == "gather" and transport == "auto" else transport
+        self._transport = transport_of(carrier, self.group, mesh.device_type)
         self._device_type = mesh.device_type
         self._agreement = Agreement(self.group)
         self._number = name(self)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..errors import InputError
 from .faults import collective
@@ -80,60 +79,14 @@ def reduce_tokens(partial: Tensor, layout: Layout, group: Group) -> Tensor:
 
 def sum_of_ranks(received: Tensor) -> Tensor:
     """Return the sum of what the ranks sent, ``[W, ...]``: torch adds 16-bit numbers in fp32, and rounds once."""
-    return received.sum(0)
+    return received[0] + received[1] if len(received) == 2 else received.sum(0)
 
 
-class GatherTokens(torch.autograd.Function):
-    """``gather_tokens``, whose gradient is the sum over ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, layout: Layout, group: Group, local: Tensor) -> Tensor:
-        """Gather."""
-        ctx.layout, ctx.group = layout, group
-        return gather_tokens(local, layout, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        """Sum."""
-        return None, None, reduce_tokens(gradient, ctx.layout, ctx.group)
-
-
-class GatherTogether(torch.autograd.Function):
-    """``gather_tokens`` of several tensors by one message, whose gradients are the sums over ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, layout: Layout, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Gather."""
-        ctx.layout, ctx.group = layout, group
-        rows = [x.contiguous().view(torch.uint8) for x in tensors]  # a token's bytes
-        gathered = torch.split(gather_tokens(torch.cat(rows, 1), layout, group), [row.shape[1] for row in rows], 1)
-        found = tuple(part.contiguous().view(x.dtype) for part, x in zip(gathered, tensors, strict=True))
-        ctx.mark_non_differentiable(*(x for x in found if not x.is_floating_point()))
-        return found
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Sum those that are asked for."""
-        asked = zip(gradients, ctx.needs_input_grad[2:], strict=True)
-        return None, None, *(reduce_tokens(x, ctx.layout, ctx.group) if needed else None for x, needed in asked)
-
-
-class ReduceTokens(torch.autograd.Function):
-    """``reduce_tokens``, whose gradient is gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, layout: Layout, group: Group, partial: Tensor) -> Tensor:
-        """Sum."""
-        ctx.layout, ctx.group = layout, group
-        return reduce_tokens(partial, layout, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        """Gather."""
-        return None, None, gather_tokens(gradient, ctx.layout, ctx.group)
+def gather_together(tensors: Sequence[Tensor], layout: Layout, group: Group) -> tuple[Tensor, ...]:
+    """Return ``gather_tokens`` of several tensors, by one message."""
+    rows = [x.contiguous().view(torch.uint8) for x in tensors]  # a token's bytes
+    gathered = torch.split(gather_tokens(torch.cat(rows, 1), layout, group), [row.shape[1] for row in rows], 1)
+    return tuple(part.contiguous().view(x.dtype) for part, x in zip(gathered, tensors, strict=True))
 
 
 def _take(tokens: Tensor, spans: Sequence[Span]) -> Tensor:

@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from ..errors import InputError, shown
+from ..errors import InputError, UnsupportedError, shown
 from ..moe.api import fused_moe
-from .exchange import (
-    Agreement,
-    GatherTogether,
-    GatherTokens,
-    ReduceTokens,
-    all_to_all,
-    describe_tensors,
-    gather_tokens,
-    group_of,
-    kind_of,
-)
+from .exchange import Agreement, all_to_all, describe_tensors, gather_tokens, group_of, kind_of
 from .layout import straight_layout
 from .once import ReturnTokens, SendTokens, route_once
+from .transport import Transport, transport_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _RANKS_OF_GATHER = 8  # of one host, most often
-_SMALL_BYTES = 1 << 20  # of all tokens
 
 
 class ExpertParallel:
@@ -49,7 +39,9 @@ class ExpertParallel:
     over ranks; with ``FLASHMOE_CHECK=1`` in the environment every call does. Errors are then raised on all ranks.
     """
 
-    def __init__(self, mesh: DeviceMesh, *, strategy: str = "auto", capacity: float = 1.0) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, *, strategy: str = "auto", capacity: float = 1.0, transport: str = "auto"
+    ) -> None:
         """Choose the strategy.
 
         Args:
@@ -58,10 +50,14 @@ class ExpertParallel:
                 less than 1, as its messages are not shorter else.
             capacity: the most tokens that a rank sends to each rank, as a share of its tokens, by ``"once"``. With 1
                 there is room for any routing.
+            transport: by ``"gather"``, ``"collectives"`` of the group's backend (NCCL, gloo); ``"symmetric"``: ranks
+                read one another's memory, between GPUs of one host; or ``"auto"``: ``"symmetric"`` where it can be
+                had. It changes no bit.
 
         Raises:
-            InputError: the mesh has several dimensions, the strategy is unknown, or the capacity is not above 0 and at
+            InputError: the mesh has several dimensions, a name is unknown, or the capacity is not above 0 and at
                 most 1.
+            UnsupportedError: ``"symmetric"`` is asked for and cannot be had, or asked for with ``"once"``.
         """
         self.group = group_of(mesh, "ep")
         self.rank, self.ranks = self.group.rank(), self.group.size()
@@ -71,7 +67,12 @@ class ExpertParallel:
             strategy = "once" if self.ranks > _RANKS_OF_GATHER and capacity < 1 else "gather"
         if strategy not in ("gather", "once"):
             raise InputError(f'strategy must be "gather", "once" or "auto", got {shown(strategy)}')
+        if strategy == "once" and transport == "symmetric":
+            raise UnsupportedError('strategy="once" serves transport="collectives" alone, got "symmetric"')
         self.strategy, self.capacity = strategy, float(capacity)
+        self._transport = transport_of(
+            transport if strategy == "gather" else "collectives", self.group, mesh.device_type
+        )
         # By rank, since the last check, the most tokens beyond the room of one rank. CUDA graphs hold its address.
         self._over = torch.zeros(self.ranks, dtype=torch.int64, device=mesh.device_type)
         self._agreement = Agreement(self.group)
@@ -163,17 +164,11 @@ class ExpertParallel:
             )
 
     def _gather(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Tensor:
-        layout = straight_layout(given["x"].shape[0] * self.ranks, self.ranks)
-        x, *routing = (given[name] for name in ("x", "topk_weights", "topk_ids"))
-        together: Any = functools.partial(GatherTogether.apply, layout, self.group)
-        if x.nbytes * self.ranks <= _SMALL_BYTES:  # a copy costs less than the start of a message
-            tokens, weights, ids = together(x, *routing)
-        else:
-            tokens = GatherTokens.apply(layout, self.group, x)  # type: ignore[no-untyped-call]
-            weights, ids = together(*routing)
+        local = (given["x"], given["topk_weights"], given["topk_ids"])
+        tokens, weights, ids = _Gather.apply(self._transport, *local)  # type: ignore[no-untyped-call]
         # Ids of other ranks' experts are none here.
         partial = self._run(tokens, weights, ids - self.rank * given["w_down"].shape[0], given, options)
-        return ReduceTokens.apply(layout, self.group, partial)  # type: ignore[no-untyped-call, no-any-return]
+        return _Sum.apply(self._transport, partial)  # type: ignore[no-untyped-call, no-any-return]
 
     def _once(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Tensor:
         x, ids, experts = given["x"], given["topk_ids"], given["w_down"].shape[0]
@@ -196,6 +191,41 @@ class ExpertParallel:
     ) -> Tensor:
         by_expert = {name: given[name] for name in ("w_gate_up", "w_down", "bias_gate_up", "bias_down")}
         return fused_moe(x=tokens, topk_weights=weights, topk_ids=ids, **by_expert, **options)
+
+
+class _Gather(torch.autograd.Function):
+    """``Transport.gather``, whose gradients are the sums over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, transport: Transport, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Gather."""
+        ctx.transport = transport
+        found = tuple(transport.gather(tensors))
+        ctx.mark_non_differentiable(*(x for x in found if not x.is_floating_point()))
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Sum those that are asked for."""
+        asked = zip(gradients, ctx.needs_input_grad[1:], strict=True)
+        return None, *(ctx.transport.sum(x) if needed else None for x, needed in asked)
+
+
+class _Sum(torch.autograd.Function):
+    """``Transport.sum``, whose gradient is gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, transport: Transport, partial: Tensor) -> Tensor:
+        """Sum."""
+        ctx.transport = transport
+        return transport.sum(partial)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """Gather."""
+        return None, ctx.transport.gather([gradient])[0]
 
 
 def _describe(given: Mapping[str, Any], options: Mapping[str, Any]) -> str:

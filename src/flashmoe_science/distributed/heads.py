@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .calls import Attended, ByHead, Call, Gradients, GroupOfHeads, Inputs
+from .copies import copy_wide
 from .transport import Transport
 
 
@@ -45,13 +46,11 @@ class HeadsRecipe:
             mine = self._read_tokens(received, (q, k, v))
             found = self.call.attend({**dict(zip("qkv", mine, strict=True)), **heads.of_group(part)._asdict()})
             kept += [received, *found]
-            going.append(beside.run(self._send_heads(found[:1])))
+            going.append(beside.run(self._send_heads(found[:1], (o,), part)))
             if self.return_lse:
-                going.append(beside.run(self._send_heads((found[1][..., None],))))
-        outputs = (o, lse) if self.return_lse else (o,)
-        for number, message in enumerate(going):
-            part = self._parts()[number // len(outputs)]
-            self._write_heads(beside.wait(message), (outputs[number % len(outputs)],), part)
+                going.append(beside.run(self._send_heads((found[1][..., None],), (lse,), part)))
+        for sent in going:
+            beside.wait(sent)
         return Attended(o, lse[..., 0], kept)
 
     def backward(
@@ -77,11 +76,11 @@ class HeadsRecipe:
                 (whole,) = self._read_tokens(beside.wait(message), (x,))
                 tensors[name] = whole if name == "do" else whole[..., 0]
             made = self.call.gradients(tensors, wanted)
-            going.append(beside.run(self._send_heads([made[name] for name in "qkv"])))
+            going.append(beside.run(self._send_heads([made[name] for name in "qkv"], gradients, part)))
             if dsinks is not None:
                 ByHead(dsinks, None).of_group(part).given()["sinks"].copy_(made["sinks"])
-        for part, message in zip(self._parts(), going, strict=True):
-            self._write_heads(beside.wait(message), gradients, part)
+        for sent in going:
+            beside.wait(sent)
         dq, dk, dv = gradients
         return Gradients(dq, dk, dv, dsinks)
 
@@ -101,7 +100,7 @@ class HeadsRecipe:
         shape = (self.ranks, tokens, batch, sum(widths))
         message = self.transport.message(shape, tensors[0].dtype, tensors[0].device)
         for x, place in zip(by_rank, torch.split(message, widths, 3), strict=True):
-            torch.unflatten(place, 3, (x.shape[2], x.shape[4])).copy_(x.permute(1, 3, 0, 2, 4))
+            copy_wide(torch.unflatten(place, 3, (x.shape[2], x.shape[4])), x.permute(1, 3, 0, 2, 4))
         return functools.partial(self.transport.exchange, message)
 
     def _read_tokens(self, received: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
@@ -110,23 +109,28 @@ class HeadsRecipe:
         parts = torch.split(received.flatten(0, 1), [heads * columns for heads, columns in sizes], 2)
         return [torch.unflatten(x, 2, size).permute(1, 2, 0, 3) for x, size in zip(parts, sizes, strict=True)]
 
-    def _send_heads(self, tensors: Sequence[Tensor]) -> Callable[[], Tensor]:
-        """Write what each rank gets of its tokens, of a group of heads ``[B, heads, n * W, columns]``."""
+    def _send_heads(self, tensors: Sequence[Tensor], into: Sequence[Tensor], part: GroupOfHeads) -> Callable[[], None]:
+        """Write what each rank gets of its tokens, of a group of heads; return what brings that of this rank.
+
+        Args:
+            tensors: ``[B, heads of the group, n * W, columns]`` each.
+            into: ``[B, heads, n, columns]`` each, the local tokens.
+            part: which group.
+        """
         batch, _, tokens, _ = tensors[0].shape
         widths = [x.shape[1] * x.shape[3] for x in tensors]
         shape = (self.ranks, tokens // self.ranks, batch, sum(widths))
         message = self.transport.message(shape, tensors[0].dtype, tensors[0].device)
         for x, place in zip(tensors, torch.split(message, widths, 3), strict=True):
             by_rank = torch.unflatten(x, 2, (self.ranks, -1)).permute(2, 3, 0, 1, 4)
-            torch.unflatten(place, 3, (x.shape[1], x.shape[3])).copy_(by_rank)
-        return functools.partial(self.transport.exchange, message)
+            copy_wide(torch.unflatten(place, 3, (x.shape[1], x.shape[3])), by_rank)
+        places = [_by_group(x, self.ranks, self.groups)[:, :, part.group] for x in into]  # B, W, heads, n, columns
 
-    def _write_heads(self, received: Tensor, into: Sequence[Tensor], part: GroupOfHeads) -> None:
-        """Write a group of heads of the local tokens into ``[B, heads, n, columns]``."""
-        places = [_by_group(x, self.ranks, self.groups)[:, :, part.group] for x in into]
-        widths = [x.shape[2] * x.shape[4] for x in places]
-        for place, x in zip(places, torch.split(received, widths, 3), strict=True):
-            place.copy_(torch.unflatten(x, 3, (place.shape[2], -1)).permute(2, 0, 3, 1, 4))
+        def write(ranks: slice, received: Tensor) -> None:
+            for place, x in zip(places, torch.split(received, widths, 3), strict=True):
+                copy_wide(place[:, ranks], torch.unflatten(x, 3, (place.shape[2], -1)).permute(2, 0, 3, 1, 4))
+
+        return functools.partial(self.transport.deliver, message, write)
 
 
 def _by_group(x: Tensor, ranks: int, groups: int) -> Tensor:
@@ -140,8 +144,8 @@ def _bytes(*tensors: Tensor) -> int:
 
 @dataclass(frozen=True)
 class _Message:
-    exchange: Callable[[], Tensor]  # holds what is sent until it has been read
-    received: Tensor
+    exchange: Callable[[], Any]  # holds what is sent until it has been read
+    received: Any  # a tensor, or None where the exchange wrote what came
     arrived: Any  # an event of the stream, or None
 
 
@@ -156,7 +160,7 @@ class Beside:
         self._side = _side_stream(device.index) if enabled and device.type == "cuda" else None
         self._main = None if self._side is None else torch.cuda.current_stream(device)
 
-    def run(self, exchange: Callable[[], Tensor]) -> _Message:
+    def run(self, exchange: Callable[[], Tensor | None]) -> _Message:
         """Begin an exchange, after all that the caller's stream has by now."""
         if self._side is None or self._main is None:
             return _Message(exchange, exchange(), None)
@@ -165,11 +169,12 @@ class Beside:
             received = exchange()
         return _Message(exchange, received, self._side.record_event())
 
-    def wait(self, message: _Message) -> Tensor:
+    def wait(self, message: _Message) -> Any:
         """Return what came, once the caller's stream may read it."""
         if self._main is not None and message.arrived is not None:
             self._main.wait_event(message.arrived)
-            message.received.record_stream(self._main)
+            if message.received is not None:
+                message.received.record_stream(self._main)
         return message.received
 
 

@@ -1,4 +1,4 @@
-"""How messages travel between ranks: by collectives of ``torch.distributed``, or by copies over symmetric memory.
+"""How messages travel between ranks: by collectives of ``torch.distributed``, or by reading one another's memory.
 
 A transport has a place to write what is sent, ``[W, ...]`` with part r for rank r, and returns what the ranks sent.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,16 +15,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import InputError, UnsupportedError, shown
-from .exchange import compare
+from .exchange import all_to_all, compare, gather_together, gather_tokens, sum_of_ranks
 from .faults import collective
+from .layout import straight_layout
 
 Group = dist.ProcessGroup
-TRANSPORTS = ("collectives", "symmetric")
+TRANSPORTS = ("auto", "collectives", "symmetric")
 _ALIGNMENT = 256  # bytes between messages
+_SMALL_BYTES = 1 << 20  # of what all ranks get: a copy costs less than the start of a message
 
 
 class Transport(Protocol):
-    """All-to-all of messages. All ranks make the same calls in the same order."""
+    """Exchanges between ranks. All ranks make the same calls in the same order."""
 
     name: str
 
@@ -37,9 +39,21 @@ class Transport(Protocol):
     def exchange(self, message: Tensor) -> Tensor:
         """Send ``message[r]`` to rank r; return what the ranks sent, by rank: a new tensor."""
 
+    def deliver(self, message: Tensor, write: Callable[[slice, Tensor], None]) -> None:
+        """Send ``message[r]`` to rank r; call ``write`` with some ranks and what they sent, until all have come."""
+
+    def gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return ``[W * n, ...]`` of all ranks, from ``[n, ...]`` of each: one exchange, with its own ``begin``."""
+
+    def sum(self, partial: Tensor) -> Tensor:
+        """Return ``[n, ...]``, the sum over ranks for this one, of ``[W * n, ...]``; likewise.
+
+        Ranks are added in fp32 and in their order: the same bits in every run.
+        """
+
 
 class Collectives:
-    """The all-to-all of the group's own backend: NCCL or gloo."""
+    """Collectives of the group's own backend: NCCL or gloo."""
 
     name = "collectives"
 
@@ -56,14 +70,29 @@ class Collectives:
 
     def exchange(self, message: Tensor) -> Tensor:
         """Exchange."""
-        received = torch.empty(message.shape, dtype=message.dtype, device=message.device)
-        with collective(self._group, "all-to-all"):
-            dist.all_to_all_single(received, message, group=self._group)
-        return received
+        return all_to_all(message, self._group)
+
+    def deliver(self, message: Tensor, write: Callable[[slice, Tensor], None]) -> None:
+        """Exchange, and write all at once."""
+        write(slice(None), self.exchange(message))
+
+    def gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Gather small tensors by one message."""
+        ranks = self._group.size()
+        layout = straight_layout(tensors[0].shape[0] * ranks, ranks)
+        if sum(x.nbytes for x in tensors) * ranks <= _SMALL_BYTES:
+            return list(gather_together(tensors, layout, self._group))
+        first, *others = tensors
+        found = gather_tokens(first, layout, self._group)
+        return [found, *(gather_together(others, layout, self._group) if others else ())]
+
+    def sum(self, partial: Tensor) -> Tensor:
+        """Exchange, and add."""
+        return sum_of_ranks(self.exchange(torch.unflatten(partial, 0, (self._group.size(), -1)).contiguous()))
 
 
 class SymmetricMemory:
-    """Each rank reads its part from the memory of the others: copies that take no multiprocessor from kernels.
+    """Each rank reads what the others have for it: the host starts a few copies, and no collective.
 
     Source: ``torch.distributed._symmetric_memory``. Messages lie in one buffer that all ranks can read. A barrier
     before each read says that all have written; one in ``begin`` says that all have read.
@@ -78,19 +107,25 @@ class SymmetricMemory:
         self._before: list[Tensor] = []  # smaller buffers: CUDA graphs may hold their addresses
         self._handle: Any = None
         self._used = 0
+        self._read: Any = None  # an event: after the last read, on whichever stream
 
     def begin(self, size: int, device: torch.device) -> None:
         """Make room. A larger buffer than before is a collective of the hosts: not while a graph is captured."""
         size += _ALIGNMENT * 64
         if self._buffer is None or self._buffer.numel() < size:
-            import torch.distributed._symmetric_memory as symmetric_memory
-
-            self._before += [] if self._buffer is None else [self._buffer]
-            with collective(self._group, "rendezvous of symmetric memory"):
-                self._buffer = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
-                self._handle = symmetric_memory.rendezvous(self._buffer, self._group)
+            self._grow(size, device)
+        if self._read is not None and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream(device).wait_event(self._read)
         self._handle.barrier()
         self._used = 0
+
+    def _grow(self, size: int, device: torch.device) -> None:
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        self._before += [] if self._buffer is None else [self._buffer]
+        with collective(self._group, "rendezvous of symmetric memory"):
+            self._buffer = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+            self._handle = symmetric_memory.rendezvous(self._buffer, self._group)
 
     def message(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a part of the buffer. It is overwritten after the next ``begin``."""
@@ -102,45 +137,95 @@ class SymmetricMemory:
         return part
 
     def exchange(self, message: Tensor) -> Tensor:
-        """Read what each rank has for this one, the next rank first: all links are used at once."""
+        """Read what each rank has for this one."""
         received = torch.empty(message.shape, dtype=message.dtype, device=message.device)
+
+        def write(ranks: slice, part: Tensor) -> None:
+            received[ranks].copy_(part)
+
+        self.deliver(message, write)
+        return received
+
+    def deliver(self, message: Tensor, write: Callable[[slice, Tensor], None]) -> None:
+        """Read what each rank has for this one."""
+        for peer, theirs in self._arrived(message):
+            write(slice(peer, peer + 1), theirs[self._rank : self._rank + 1])
+        self._have_read(message)
+
+    def gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Read the tensors of each rank."""
+        device, n = tensors[0].device, tensors[0].shape[0]
+        self.begin(sum(x.nbytes for x in tensors), device)
+        messages = [self.message(x.shape, x.dtype, device) for x in tensors]
+        for message, x in zip(messages, tensors, strict=True):
+            message.copy_(x)
+        found = [torch.empty((self._ranks * n, *x.shape[1:]), dtype=x.dtype, device=device) for x in tensors]
+        arrived = self._arrived(*messages)
+        for peer, *theirs in arrived:
+            for whole, part in zip(found, theirs, strict=True):
+                whole[peer * n : (peer + 1) * n].copy_(part)
+        self._have_read(messages[0])
+        return found
+
+    def sum(self, partial: Tensor) -> Tensor:
+        """Read what each rank adds to the tokens of this one. Two ranks are added as they are read."""
+        self.begin(partial.nbytes, partial.device)
+        by_rank = torch.unflatten(partial, 0, (self._ranks, -1))
+        message = self.message(by_rank.shape, partial.dtype, partial.device)
+        message.copy_(by_rank)
+        if self._ranks == 2:
+            (_, mine), (_, theirs) = self._arrived(message)
+            total: Tensor = mine[self._rank] + theirs[self._rank]
+            self._have_read(message)
+            return total
+        return sum_of_ranks(self.exchange(message))
+
+    def _arrived(self, *messages: Tensor) -> list[Any]:
+        """Wait until all have written; return each rank and its messages, the next one first: all links are used."""
         self._handle.barrier()
+        found = []
         for step in range(self._ranks):
             peer = (self._rank + step) % self._ranks
-            theirs = message
+            theirs: Sequence[Tensor] = messages
             if step:
-                theirs = self._handle.get_buffer(peer, message.shape, message.dtype, message.storage_offset())
-            received[peer].copy_(theirs[self._rank])
-        return received
+                theirs = [self._handle.get_buffer(peer, x.shape, x.dtype, x.storage_offset()) for x in messages]
+            found.append((peer, *theirs))
+        return found
+
+    def _have_read(self, message: Tensor) -> None:
+        """Let the next ``begin`` wait, on whichever stream it is."""
+        if message.is_cuda and not torch.cuda.is_current_stream_capturing():
+            self._read = torch.cuda.current_stream(message.device).record_event()
 
 
 def transport_of(name: str, group: Group, device_type: str) -> Transport:
-    """Return the transport of a name.
+    """Return the transport of a name; for ``"auto"`` ``"symmetric"`` where GPUs of one host read one another.
 
     Raises:
         InputError: there is none of this name, or ``"symmetric"`` is not asked for on all ranks.
         UnsupportedError: ``"symmetric"`` without CUDA, over several hosts, or where a GPU cannot read another.
     """
     if name not in TRANSPORTS:
-        raise InputError(f'transport must be "collectives" or "symmetric", got {shown(name)}')
-    if name == "collectives":
+        raise InputError(f'transport must be "auto", "collectives" or "symmetric", got {shown(name)}')
+    if name == "collectives" or (name == "auto" and device_type != "cuda"):
         return Collectives(group)
     if device_type != "cuda":
         raise UnsupportedError(f'transport="symmetric" needs CUDA, and the mesh is of {device_type}')
-    _refuse_unreadable(group)
-    return SymmetricMemory(group)
+    compare(lambda: f"transport {name}", group)
+    reason = _why_unreadable(group)
+    if reason and name == "symmetric":
+        raise UnsupportedError(f'transport="symmetric" needs {reason}')
+    return Collectives(group) if reason else SymmetricMemory(group)
 
 
-def _refuse_unreadable(group: Group) -> None:
-    compare(lambda: 'a ContextParallel with transport="symmetric"', group)
+def _why_unreadable(group: Group) -> str:
+    """Return what the ranks lack to read one another's memory, the same on all; empty: nothing."""
     mine = (socket.gethostname(), torch.cuda.current_device())
     places: list[Any] = [None] * group.size()
     dist.all_gather_object(places, mine, group=group)
     for rank, (host, _) in enumerate(places):
         if host != places[0][0]:
-            raise UnsupportedError(
-                f'transport="symmetric" needs ranks of one host, and rank {rank} is on another than rank 0'
-            )
+            return f"ranks of one host, and rank {rank} is on another than rank 0"
     readable: list[Any] = [None] * group.size()
     others = [gpu for _, gpu in places if gpu != mine[1]]
     dist.all_gather_object(
@@ -148,6 +233,5 @@ def _refuse_unreadable(group: Group) -> None:
     )
     for rank, can in enumerate(readable):
         if not can:
-            raise UnsupportedError(
-                f'transport="symmetric" needs GPUs that read one another, and that of rank {rank} cannot'
-            )
+            return f"GPUs that read one another, and that of rank {rank} cannot"
+    return ""
