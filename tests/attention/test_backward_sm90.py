@@ -353,6 +353,26 @@ SHARED: dict[tuple[int, int, int, int], tuple[tuple[int, int, int], tuple[int, i
 }
 
 
+@pytest.mark.parametrize("gpu", ["H200", "H100"])
+@pytest.mark.parametrize("sizes", [sizes for sizes in SHARED if sizes[1] % 2 == 0], ids=str)
+def test_a_part_of_the_heads_is_summed_in_the_order_of_the_whole(sizes, gpu):
+    """Ranks that have some heads each give the bits of one GPU, which has more key tiles."""
+    heads, heads_kv, seqlen, head_dim = sizes
+    orders = []
+    for parts in (1, 2):
+        change = {
+            "batch": 1,
+            "heads": heads // parts,
+            "heads_kv": heads_kv // parts,
+            "seqlen_q": seqlen,
+            "seqlen_k": seqlen,
+        }
+        plan = plan_of(gpu=gpu, **change, head_dim=head_dim, head_dim_v=head_dim, asked={"head_parts": parts})
+        assert isinstance(plan.config, HopperBackwardConfig)
+        orders.append((plan.config.shares, plan.config.heads_together))
+    assert orders[0] == orders[1]
+
+
 @pytest.mark.parametrize("sizes", SHARED, ids=str)
 def test_programs_share_groups_where_key_tiles_are_few(sizes):
     """Kernels are told so; there is room for the sums and for a semaphore of each key tile."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashmoe_science.distributed.copies import _is_wide, copy_wide
+from flashmoe_science.distributed.copies import widened
 from flashmoe_science.distributed.transport import SymmetricMemory
 
 
@@ -90,15 +90,20 @@ def test_ranks_gather_all_tensors_and_sum_their_own_tokens_in_order(ranks: int) 
         assert torch.equal(total, partial[:, rank * 5 : rank * 5 + 5].float().sum(0).bfloat16())
 
 
-@pytest.mark.parametrize(
-    ("shape", "columns", "wide"), [((3, 4, 32), 32, True), ((3, 4, 24), 16, True), ((3, 4, 20), 12, False)]
-)
-def test_wide_copies_keep_every_bit(shape: tuple[int, ...], columns: int, *, wide: bool) -> None:
-    bits = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16)  # NaN of all kinds too
+@pytest.mark.parametrize(("columns", "wide"), [(32, True), (16, True), (12, False)])
+def test_wide_copies_keep_every_bit(columns: int, *, wide: bool) -> None:
+    bits = torch.randint(-(2**15), 2**15, (3, 4, 32), dtype=torch.int16)  # NaN of all kinds too
     source = bits.view(torch.bfloat16)[..., :columns].transpose(0, 1)
-    assert _is_wide(source) == wide
     into = torch.zeros(4, 3, columns, dtype=torch.bfloat16)
-    copy_wide(into, source)
+    target, given = widened([into, source])
+    assert (given.element_size() == 16) == wide
+    target.copy_(given)
     assert torch.equal(into.view(torch.int16), bits[..., :columns].transpose(0, 1))
-    assert not _is_wide(into[..., 1:])
-    assert not _is_wide(into.transpose(1, 2))
+
+
+@pytest.mark.parametrize("odd", ["offset", "stride", "columns"])
+def test_other_rows_stay_as_they_are(odd: str) -> None:
+    x = torch.zeros(4, 40, dtype=torch.bfloat16)
+    found = {"offset": x[:, 1:33], "stride": torch.zeros(4, 36, dtype=torch.bfloat16)[:, :32], "columns": x.t()}[odd]
+    assert widened([x, found])[1] is found
+    assert widened([x])[0].shape == (4, 5)

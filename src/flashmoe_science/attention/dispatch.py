@@ -100,7 +100,7 @@ class Operator:
             given.get("causal", False), given["softmax_scale"],
             (given.get("window_left", -1), given.get("window_right", -1)), given["softcap"], longest, given["kernel"],
             given.get("dropout_p", 0.0), (given.get("mask_batch", 0), given.get("mask_heads", 0)),
-            given.get("num_splits", 0), given.get("batch_invariant", False), given["return_lse"],
+            given.get("num_splits", 0), given.get("batch_invariant", False), return_lse=given["return_lse"],
         )  # fmt: skip
 
     def _serve(self, *arguments: Any) -> tuple[Tensor, Tensor]:

@@ -88,6 +88,7 @@ class Options(NamedTuple):
     mask_sizes: tuple[int, int] = (0, 0)  # sequences and heads that have a block mask of their own; 0: no mask
     num_splits: int = 0
     batch_invariant: bool = False
+    head_parts: int = 1  # of how many equal parts of the heads this is one: gradients have the bits of the whole
     return_lse: bool = False
 
 
@@ -317,7 +318,7 @@ def layouts_of(tensors: Mapping[str, Tensor], *, packed: bool) -> list[tuple[Any
 def check_all_options(options: Options) -> Options:
     """Return options in their types. Raises ``InputError``."""
     causal, softmax_scale, window, softcap, max_seqlens, kernel, dropout_p, mask_sizes = options[:8]
-    splits, invariant, return_lse = options[8:]
+    splits, invariant, head_parts, return_lse = options[8:]
     if (
         type(causal) is type(invariant) is type(return_lse) is bool and type(kernel) is str and type(window) is tuple  # type: ignore[redundant-expr] # callers may pass what types rule out
         and type(splits) is int
@@ -344,6 +345,7 @@ def check_all_options(options: Options) -> Options:
         mask_sizes,
         splits,
         invariant,
+        head_parts,
         return_lse,
     )
 

@@ -309,6 +309,7 @@ class ContextParallel:
         self._check(inputs, options, plan)
         named = options._replace(return_lse=True)
         if self._strategy_of(plan) == "heads":
+            named = named._replace(head_parts=self.ranks * self.head_groups)
             call = Call(named) if plan is None else plan.whole_call(named)
             return HeadsRecipe(
                 self._transport, call, self.rank, self.ranks, self.head_groups, return_lse=options.return_lse

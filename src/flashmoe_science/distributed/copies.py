@@ -1,23 +1,29 @@
-"""Copies between layouts, 16 bytes at a time."""
+"""Views whose elements have 16 bytes."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-_WIDE = torch.complex128  # torch's widest element: its copies of strided tensors move one element a thread
+_WIDE = torch.complex128  # torch's widest dtype
 
 
-def copy_wide(into: Tensor, source: Tensor) -> None:
-    """Copy ``source`` into a tensor of the same shape and dtype; both may have any strides. No gradient is recorded."""
-    if _is_wide(into) and _is_wide(source):
-        into, source = into.view(_WIDE), source.view(_WIDE)
-    into.copy_(source)
+def widened(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of 16-byte elements if all tensors have such rows, else the tensors.
+
+    Torch copies strided tensors element by element: of 2 bytes each it reaches a third of the memory's rate.
+    """
+    if all(map(_is_wide, tensors)):
+        return [x.detach().view(_WIDE) for x in tensors]
+    return list(tensors)
 
 
 def _is_wide(x: Tensor) -> bool:
     """Return whether rows are contiguous, and begin and end at multiples of 16 bytes."""
-    if x.dim() == 0 or x.stride(-1) != 1 or x.data_ptr() % _WIDE.itemsize:
-        return False
     each = _WIDE.itemsize // x.element_size()
-    return not any(size % each for size in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
+    strides = x.stride()
+    if not strides or strides[-1] != 1 or x.shape[-1] % each or x.storage_offset() % each:
+        return False
+    return not x.data_ptr() % _WIDE.itemsize and not any(stride % each for stride in strides[:-1])

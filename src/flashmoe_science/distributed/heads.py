@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .calls import Attended, ByHead, Call, Gradients, GroupOfHeads, Inputs
-from .copies import copy_wide
+from .copies import widened
 from .transport import Transport
 
 
@@ -95,13 +95,14 @@ class HeadsRecipe:
             part: whose group.
         """
         batch, _, tokens, _ = tensors[0].shape
-        by_rank = [_by_group(x, self.ranks, self.groups)[:, :, part.group] for x in tensors]  # B, W, heads, n, D
+        wide = widened(tensors)
+        by_rank = [_by_group(x, self.ranks, self.groups)[:, :, part.group] for x in wide]  # B, W, heads, n, D
         widths = [x.shape[2] * x.shape[4] for x in by_rank]
         shape = (self.ranks, tokens, batch, sum(widths))
-        message = self.transport.message(shape, tensors[0].dtype, tensors[0].device)
+        message = self.transport.message(shape, wide[0].dtype, wide[0].device)
         for x, place in zip(by_rank, torch.split(message, widths, 3), strict=True):
-            copy_wide(torch.unflatten(place, 3, (x.shape[2], x.shape[4])), x.permute(1, 3, 0, 2, 4))
-        return functools.partial(self.transport.exchange, message)
+            torch.unflatten(place, 3, (x.shape[2], x.shape[4])).copy_(x.permute(1, 3, 0, 2, 4))
+        return lambda: self.transport.exchange(message).view(tensors[0].dtype)
 
     def _read_tokens(self, received: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
         """Return all tokens of a group of heads, ``[B, heads / W / groups, n * W, columns]`` each, views."""
@@ -117,18 +118,20 @@ class HeadsRecipe:
             into: ``[B, heads, n, columns]`` each, the local tokens.
             part: which group.
         """
-        batch, _, tokens, _ = tensors[0].shape
-        widths = [x.shape[1] * x.shape[3] for x in tensors]
+        both = widened([*tensors, *into])
+        wide, targets = both[: len(tensors)], both[len(tensors) :]
+        batch, _, tokens, _ = wide[0].shape
+        widths = [x.shape[1] * x.shape[3] for x in wide]
         shape = (self.ranks, tokens // self.ranks, batch, sum(widths))
-        message = self.transport.message(shape, tensors[0].dtype, tensors[0].device)
-        for x, place in zip(tensors, torch.split(message, widths, 3), strict=True):
+        message = self.transport.message(shape, wide[0].dtype, wide[0].device)
+        for x, place in zip(wide, torch.split(message, widths, 3), strict=True):
             by_rank = torch.unflatten(x, 2, (self.ranks, -1)).permute(2, 3, 0, 1, 4)
-            copy_wide(torch.unflatten(place, 3, (x.shape[1], x.shape[3])), by_rank)
-        places = [_by_group(x, self.ranks, self.groups)[:, :, part.group] for x in into]  # B, W, heads, n, columns
+            torch.unflatten(place, 3, (x.shape[1], x.shape[3])).copy_(by_rank)
+        places = [_by_group(x, self.ranks, self.groups)[:, :, part.group] for x in targets]  # B, W, heads, n, columns
 
         def write(ranks: slice, received: Tensor) -> None:
             for place, x in zip(places, torch.split(received, widths, 3), strict=True):
-                copy_wide(place[:, ranks], torch.unflatten(x, 3, (place.shape[2], -1)).permute(2, 0, 3, 1, 4))
+                place[:, ranks].copy_(torch.unflatten(x, 3, (place.shape[2], -1)).permute(2, 0, 3, 1, 4))
 
         return functools.partial(self.transport.deliver, message, write)
 

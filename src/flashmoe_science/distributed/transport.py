@@ -107,15 +107,14 @@ class SymmetricMemory:
         self._before: list[Tensor] = []  # smaller buffers: CUDA graphs may hold their addresses
         self._handle: Any = None
         self._used = 0
-        self._read: Any = None  # an event: after the last read, on whichever stream
+        self._stream: Any = None  # of the call before
 
     def begin(self, size: int, device: torch.device) -> None:
         """Make room. A larger buffer than before is a collective of the hosts: not while a graph is captured."""
         size += _ALIGNMENT * 64
         if self._buffer is None or self._buffer.numel() < size:
             self._grow(size, device)
-        if self._read is not None and not torch.cuda.is_current_stream_capturing():
-            torch.cuda.current_stream(device).wait_event(self._read)
+        self._follow(device)
         self._handle.barrier()
         self._used = 0
 
@@ -150,7 +149,6 @@ class SymmetricMemory:
         """Read what each rank has for this one."""
         for peer, theirs in self._arrived(message):
             write(slice(peer, peer + 1), theirs[self._rank : self._rank + 1])
-        self._have_read(message)
 
     def gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Read the tensors of each rank."""
@@ -164,7 +162,6 @@ class SymmetricMemory:
         for peer, *theirs in arrived:
             for whole, part in zip(found, theirs, strict=True):
                 whole[peer * n : (peer + 1) * n].copy_(part)
-        self._have_read(messages[0])
         return found
 
     def sum(self, partial: Tensor) -> Tensor:
@@ -175,9 +172,7 @@ class SymmetricMemory:
         message.copy_(by_rank)
         if self._ranks == 2:
             (_, mine), (_, theirs) = self._arrived(message)
-            total: Tensor = mine[self._rank] + theirs[self._rank]
-            self._have_read(message)
-            return total
+            return mine[self._rank] + theirs[self._rank]  # type: ignore[no-any-return]
         return sum_of_ranks(self.exchange(message))
 
     def _arrived(self, *messages: Tensor) -> list[Any]:
@@ -192,10 +187,13 @@ class SymmetricMemory:
             found.append((peer, *theirs))
         return found
 
-    def _have_read(self, message: Tensor) -> None:
-        """Let the next ``begin`` wait, on whichever stream it is."""
-        if message.is_cuda and not torch.cuda.is_current_stream_capturing():
-            self._read = torch.cuda.current_stream(message.device).record_event()
+    def _follow(self, device: torch.device) -> None:
+        """Let a call wait for the one before on another stream, which may still read. Graphs order their own."""
+        if device.type != "cuda":
+            return
+        last, self._stream = self._stream, torch.cuda.current_stream(device)
+        if last not in (None, self._stream) and not torch.cuda.is_current_stream_capturing():
+            self._stream.wait_stream(last)
 
 
 def transport_of(name: str, group: Group, device_type: str) -> Transport:

@@ -168,7 +168,7 @@ def _shares(problem: BackwardProblem, config: HopperBackwardConfig, gpu: GpuSpec
     Each share passes dK and dV on. There are as many semaphores for that as query tiles: enough, with two query heads a
     group and up to twice as many keys as queries.
     """
-    p, tiles = problem.forward, key_tiles(problem, config)
+    p, tiles = problem.forward, key_tiles(problem, config) * problem.head_parts
     if is_wide(problem) or p.group == 1 or p.softcap or p.alibi:
         return 0
     enough = _TILES_OF_AN_SM * gpu.sms

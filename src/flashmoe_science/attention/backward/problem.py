@@ -32,6 +32,7 @@ class BackwardProblem:
     bias_sums: tuple[bool, bool] | None = None
     # Strides of the fp32 tensors that the gradients of k and v are added to; None: they have tensors of their own.
     sums: tuple[Strides, Strides] | None = None
+    head_parts: int = 1  # of how many equal parts of the heads this is one: sums have the order of the whole
 
     def __post_init__(self) -> None:
         """Fill the forward's own strides in."""
@@ -96,6 +97,7 @@ def backward_problem_of(options: Options, tensors: Mapping[str, Tensor], wanted:
         _strides(do),
         has_dlse="dlse" in tensors,
         sums=(_strides(tensors["dk"]), _strides(tensors["dv"])) if "dk" in tensors else None,
+        head_parts=options.head_parts,
         **fields_of_wanted(forward, tensors, wanted),
     )
 
