@@ -88,8 +88,12 @@ def test_errors_below_the_largest_allowed_are_caught_by_their_mean_square():
         return output + 0.4 * budget * torch.sign(torch.randn(output.shape)).to(output.dtype)
 
     budget = check(attend).budget
-    with pytest.raises(WrongResultError, match="root mean square of the error"):
+    with pytest.raises(WrongResultError, match=r"root mean square of all errors .* got .*, expected") as caught:
         check(noisy)
+    accuracy = caught.value.accuracy
+    assert accuracy is not None
+    assert accuracy.max_error < accuracy.budget
+    assert (accuracy.share > 1, accuracy.failed_test) == (True, "all elements")
 
 
 def test_bits_that_vary_pass_where_nothing_was_promised():

@@ -10,6 +10,7 @@ import pytest
 from flashmoe_science.proof.judge.judge import check_control, judge
 from flashmoe_science.proof.judge.rows import (
     CSV_COLUMNS,
+    accuracy_rows,
     arm_rows,
     commit_words,
     csv_text,
@@ -33,6 +34,25 @@ def test_rows_hold_the_subject_first_and_the_control_last():
     rows = arm_rows(record, "graph")
     assert [row.arm.name for row in rows[:4]] == ["flash_attention", "sdpa", "sdpa-cudnn", "sdpa#2"]
     assert [row.case.name for row in rows] == ["case0"] * 4 + ["case1"] * 4
+
+
+@pytest.mark.parametrize(
+    ("shares", "shown"),
+    [
+        ({}, ("1.0e-04", "1.0e-03", "10%")),
+        ({"max_error": 2e-3, "element_share": 3.0}, ("2.0e-03", "1.0e-03", "300%")),
+        ({"element_share": 3.0, "row_share": 2.0}, ("3x", "1x, of an element", "300%")),
+        ({"element_share": 0.5, "rms_share": 1.25}, ("1.25x", "1x, of all elements", "125%")),
+    ],
+)
+def test_a_wrong_case_shows_the_figure_and_the_limit_of_the_test_that_found_it(shares, shown):
+    record = build_record(speedups=[2.0])
+    arm = record.cases[0].arms[0]
+    assert arm.accuracy is not None
+    found = arm.accuracy.model_copy(update=shares)
+    case = record.cases[0].model_copy(update={"arms": [arm.model_copy(update={"accuracy": found})]})
+    (row,) = accuracy_rows(record.model_copy(update={"cases": [case]}))
+    assert (row.error, row.allowed, row.said) == shown
 
 
 def test_the_ratio_of_a_baseline_is_what_the_subject_gains_over_it():

@@ -164,10 +164,12 @@ def _explain_unmeasured(run: Run) -> None:
             reason = f"{gate.name} is not possible here: {gate.summary}"
     if not reason and run.request.until is not None:
         reason = f"the run was to end after gate {run.request.until}"
+    another = run.gates["correct"].status is GateStatus.FAILED
     for case in run.cases.values():
+        why = "another case failed gate correct" if another and case.correct else reason
         for arm in case.arms:
             if arm.status == "not measured" and not arm.reason:
-                run.update_arm(case.name, arm.name, reason=reason)
+                run.update_arm(case.name, arm.name, reason=why)
 
 
 def _changed_sources(run: Run) -> list[str]:

@@ -151,8 +151,8 @@ def accuracy_rows(record: Record) -> list[AccuracyRow]:
         row = AccuracyRow(
             case=case.name,
             correct=correct,
-            error=format_largest_error(accuracy) if accuracy else "",
-            allowed=format_error(accuracy.budget) if accuracy else "",
+            error=_error(accuracy),
+            allowed=_allowed(accuracy),
             said=_share(accuracy),
             same_bits=bits,
             baselines=[_share(found.get(name)) for name in record.baselines],
@@ -161,6 +161,19 @@ def accuracy_rows(record: Record) -> list[AccuracyRow]:
         )
         rows.append(row)
     return rows
+
+
+def _error(accuracy: Accuracy | None) -> str:
+    """Return the largest error, or, where another test found a fault, what that found as a part of its limit."""
+    if accuracy is None:
+        return ""
+    return f"{accuracy.share:.3g}x" if accuracy.failed_test else format_largest_error(accuracy)
+
+
+def _allowed(accuracy: Accuracy | None) -> str:
+    if accuracy is None:
+        return ""
+    return f"1x, of {accuracy.failed_test}" if accuracy.failed_test else format_error(accuracy.budget)
 
 
 def _share(accuracy: Accuracy | None) -> str:

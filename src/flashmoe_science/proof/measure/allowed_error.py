@@ -280,17 +280,29 @@ def judge(output: torch.Tensor, wanted: Expected) -> tuple[OutputAccuracy | None
     if wanted.allowed is not None:
         shares = find_shares(output, wanted.exact, wanted.allowed).tolist()
         of_element, of_row = shares[0], shares[1] if wanted.allowed.rms is not None else None
+    rms = rms_error(output, wanted.exact)
     accuracy = OutputAccuracy(
         max_error=max_error(output, wanted.exact),
         budget=wanted.budget,
         low_precision_error=wanted.low_precision_error,
         element_share=of_element,
         row_share=of_row,
+        rms_share=None if rms <= wanted.rms_budget else rms / wanted.rms_budget if wanted.rms_budget else math.inf,
     )
-    return accuracy, _fault(output, wanted, accuracy)
+    fault = _fault(output, wanted, accuracy, rms)
+    return accuracy, f"{fault}; {_worst(output, wanted)}" if fault else ""
 
 
-def _fault(output: torch.Tensor, wanted: Expected, accuracy: OutputAccuracy) -> str:
+def _worst(output: torch.Tensor, wanted: Expected) -> str:
+    """Return the element with the largest error, or of the largest part of what it may have, as got and expected."""
+    shares = (output.double() - wanted.exact).abs()
+    if wanted.allowed is not None:
+        shares = _share(shares, wanted.allowed.largest)
+    place = tuple(int(i) for i in torch.unravel_index(shares.argmax(), shares.shape))
+    return f"worst at {[*place]}: got {output[place].item():.6g}, expected {wanted.exact[place].item():.6g}"
+
+
+def _fault(output: torch.Tensor, wanted: Expected, accuracy: OutputAccuracy, rms_all: float) -> str:
     """Return why errors are too large, or an empty text."""
     if accuracy.max_error > wanted.budget:
         wrong = (output.double() - wanted.exact).abs() > wanted.budget
@@ -307,9 +319,11 @@ def _fault(output: torch.Tensor, wanted: Expected, accuracy: OutputAccuracy) -> 
         rms = (output.double() - wanted.exact).square().mean(-1, keepdim=True).sqrt()
         too_large = count_marked(rms > wanted.allowed.rms).replace("elements", "rows")
         return f"root mean square of a row's errors {accuracy.row_share:.3g} times what is allowed, in {too_large}"
-    if (rms_all := rms_error(output, wanted.exact)) > wanted.rms_budget:
-        reason = f"root mean square of the error {rms_all:.3g}, allowed {wanted.rms_budget:.3g}"
-        return f"{reason}: sums of too low a precision show so"
+    if rms_all > wanted.rms_budget:
+        return (
+            f"root mean square of all errors {rms_all:.3g}, allowed {wanted.rms_budget:.3g}: "
+            "sums of too low a precision, or wrong terms such as padding in a sum"
+        )
     return ""
 
 

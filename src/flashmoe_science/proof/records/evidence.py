@@ -125,6 +125,7 @@ class OutputAccuracy(Model):
     # The largest part of what is allowed in an element, and in a row's mean square; None: not known.
     element_share: float | None = None
     row_share: float | None = None
+    rms_share: float | None = None  # of the mean square of all elements, where that is too large
 
     @property
     def share(self) -> float:
@@ -133,7 +134,14 @@ class OutputAccuracy(Model):
         The budget is 0 where the framework's own run is exact, as attention with one key is.
         """
         of_budget = self.max_error / self.budget if self.budget else math.inf if self.max_error else 0.0
-        return max(of_budget, self.element_share or 0.0, self.row_share or 0.0)
+        return max(of_budget, self.element_share or 0.0, self.row_share or 0.0, self.rms_share or 0.0)
+
+    @property
+    def failed_test(self) -> str:
+        """What the test is about that found the error too large, of those but the largest error; empty: none did."""
+        shares = {"an element": self.element_share, "a row": self.row_share, "all elements": self.rms_share}
+        too_large = {name: share for name, share in shares.items() if share is not None and share > 1.0}
+        return "" if self.max_error > self.budget or not too_large else next(iter(too_large))
 
 
 class Accuracy(OutputAccuracy):
