@@ -27,12 +27,15 @@ from __future__ import annotations
 from pathlib import Path
 
 _INSTALLED_PAGES = Path(__file__).parent / "docs"  # in a wheel; a clone has them beside src/
+_CLONE = Path(__file__).parents[2]
 
 
 def page(name: str) -> str:
-    """Return where a page of the documentation is: ``docs/NAME.md`` in a clone, and its file in an installed wheel."""
+    """Return where a page of the documentation is: its file, or in the clone itself ``docs/NAME.md``."""
     installed = _INSTALLED_PAGES / f"{name}.md"
-    return str(installed) if installed.is_file() else f"docs/{name}.md"
+    if installed.is_file():
+        return str(installed)
+    return str(Path("docs" if Path.cwd() == _CLONE else _CLONE / "docs", f"{name}.md"))
 
 
 def shown(value: object) -> str:

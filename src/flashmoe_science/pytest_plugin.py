@@ -51,7 +51,8 @@ class _Claims:
         if self._repository is None:
             repository = find_repository(self._start)
             if repository is None:
-                raise ClaimError(f"there are no claims here: {self._start} is in no folder with claims/ or evidence/")
+                where = f"{self._start} is in no folder with claims/ or evidence/"
+                raise ClaimError(f"there is no folder claims/ here: {where}")
             self._claims = {claim.id: claim for claim in load_claims(repository / "claims")}
             self._records = read_records(repository)
             self._repository = repository

@@ -76,7 +76,7 @@ BAD = {
         lambda q, k, v: (q, k, v[:, :, :5]),
         r"v must have shape \[B, HK, Sk, DV\] = \[2, 4, 6, 8\], got \[2, 4, 5, 8\]",
     ),
-    "heads": (lambda q, k, v: (q, k[:, :3], v[:, :3]), r"heads of q must be a multiple of the 3 of k, got 4"),
+    "heads": (lambda q, k, v: (q, k[:, :3], v[:, :3]), r"multiple of the 3 of k, got 4\nhint: q is \[B, H,"),
     "dtype of k": (lambda q, k, v: (q, k.half(), v), r"k must have the dtype of q, torch.float32, got torch.float16"),
     "float64": (
         lambda q, k, v: (q.double(), k.double(), v.double()),

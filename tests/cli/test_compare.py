@@ -19,8 +19,8 @@ from ..proof.repositories import git
         (["main", "main", "--suite", "sede"], "suite must be one of", "did you mean seed?"),
         (["main", "main", "--gpu", "H20"], "gpu must be one of", "no other is known"),
         (["main", "main"], "revision main: it has no src/flashmoe_science", "name a kernel.toml with --subject"),
-        (["main", "main", "--subject", "flash_atention"], "subject must be one of", "did you mean flash_attention?"),
-        (["main", "main", "--tolerance", "2"], "Invalid value for '--tolerance'", ""),
+        (["main", "main", "--subject", "flash_atention"], "no file or folder", "did you mean flash_attention"),
+        (["main", "main", "--tolerance", "2"], "tolerance must be", ""),
     ],
 )
 def test_wrong_usage_is_an_error_a_hint_and_2(run, repository, args, error, hint):

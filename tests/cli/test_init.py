@@ -42,10 +42,17 @@ def test_nothing_is_replaced(run):
     assert [path.name for path in Path("trial").iterdir()] == ["suite.toml"]
 
 
+def test_the_one_in_triton_is_compiled_for_a_gpu_that_is_not_here(run):
+    run("init", "trial")
+    code, out, _ = run("prove", "trial", "--until", "build", "--gpu", "L4")
+    assert code == 0
+    assert "1 kernel compiled for 1 GPU" in out
+
+
 def test_the_plain_one_is_right(run):
     run("init", "trial", "--kind", "plain")
     suite = Path("trial/suite.toml")
-    suite.write_text(suite.read_text().replace("4194304", "7"))
+    suite.write_text(suite.read_text().replace("1048576", "7"))
     code, out, _ = run("prove", "trial", "--until", "correct")
     assert code == 0
     assert "on suite my-suite (3 cases), against torch" in out

@@ -66,7 +66,7 @@ def test_prove_prints_gates_table_verdict_and_where_the_record_is(prove_with, re
 def test_prove_is_judged_by_the_claims_of_the_repository(prove_with):
     code, out, _ = prove_with(build_record(speedups=[1.2, 3.0], suite="made_up", day=1))
     assert code == 1
-    assert f"refuted       {SENTENCE} | lowest of 2 cases 1.20x" in out
+    assert f"refuted       {SENTENCE} (seed-graph) | lowest of 2 cases 1.20x" in out
 
 
 def test_prove_passes_on_what_was_asked(prove_with, requests):
@@ -225,7 +225,7 @@ def test_prove_outside_of_a_repository_writes_to_the_current_folder(prove_with, 
 @pytest.mark.parametrize(
     ("args", "error"),
     [
-        (["flash_atention"], "did you mean flash_attention?"),
+        (["flash_atention"], "did you mean flash_attention, "),
         (["--suite", "sede"], "did you mean seed?"),
         (["--baseline", "sdap"], "did you mean sdpa?"),
         (["--until", "corect"], "did you mean correct?"),

@@ -29,7 +29,9 @@ def test_verify_prints_a_line_for_every_claim_and_the_count(run):
     lines = out.splitlines()
     assert code == 0
     assert all(line.startswith("not seen in 1 of 1 claim: ") for line in err.splitlines())
-    assert lines[0].startswith(f"demonstrated  {SENTENCE} | lowest of 2 cases 2.30x [2.29, 2.31]; " + RUN_ID)
+    assert lines[0].startswith(
+        f"demonstrated  {SENTENCE} (seed-graph) | lowest of 2 cases 2.30x [2.29, 2.31]; " + RUN_ID
+    )
     assert lines[-1] == "1 claim: 1 demonstrated"
 
 
@@ -78,7 +80,7 @@ def test_verify_of_a_stale_claim_holds_unless_strict(run, repository):
     write_record(record.model_copy(update={"subject": subject}), repository / "evidence" / f"{RUN_ID}.json.gz")
     code, out, err = run("verify")
     assert code == 0
-    assert out.startswith(f"stale         {SENTENCE} | lowest of 2 cases 2.30x [2.29, 2.31]; ")
+    assert out.startswith(f"stale         {SENTENCE} (seed-graph) | lowest of 2 cases 2.30x [2.29, 2.31]; ")
     changed = "1 of 1 (1 of them not in this repository), k.cu"
     assert f"files changed: {changed}\n" in out
     assert out.endswith("1 claim: 1 stale\n")
@@ -109,7 +111,7 @@ def test_verify_with_a_record_that_cannot_be_read_judges_the_others_and_returns_
     broken.write_text("{")
     code, out, err = run("verify")
     assert code == 2
-    assert out.startswith(f"inconclusive  {SENTENCE} | ")
+    assert out.startswith(f"inconclusive  {SENTENCE} (seed-graph) | ")
     assert "evidence/broken.json cannot be read, and may be of a run that decides it" in out
     assert out.endswith("1 record cannot be read, so no claim that may rest on it is demonstrated\n")
     assert err.startswith(f"warning: {broken}: key (document): Invalid JSON")
@@ -121,7 +123,7 @@ def test_verify_with_a_record_that_cannot_be_read_judges_the_others_and_returns_
 def test_verify_outside_of_a_repository(run, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     code, _, err = run("verify")
-    said = f"error: there are no claims here: {tmp_path} is in no folder with claims/"
+    said = f"error: there is no folder claims/ here: {tmp_path} is in no folder that has one"
     assert (code, err.splitlines()[0]) == (2, said)
     assert "`flashmoe claim new`" in err
 

@@ -55,6 +55,7 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             {"w_down": zeros(4, 8, 16)},
             r"w_down must have shape \[E, HID, INTER\] = \[4, 16, 8\], got \[4, 8, 16\]",
         ),
+        ({"x": zeros(3, 8)}, r"x must have the HID of the weights, 16, got shape \[T, HID\] = \[3, 8\]"),
         ({"w_down": zeros(4, 15, 8)}, r"w_down must have shape \[E, HID, INTER\] = \[4, 16, 8\], got \[4, 15, 8\]"),
         ({"topk_ids": zeros(3, 2)}, "topk_ids must be int32 or int64, got torch.float32"),
         ({"topk_ids": zeros(4, 2, dtype=torch.int32)}, r"topk_ids must have shape \[T, K\] = \[3, 2\], got \[4, 2\]"),

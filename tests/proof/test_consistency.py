@@ -346,7 +346,8 @@ def test_a_commit_that_git_does_not_have_is_said(in_git, named):
     repository, record = in_git
     checks = Consistency(repository, {}).of(with_subject(record, tree=TreeState(commit=named, dirty=False)))
     assert [check.result for check in checks[-2:]] == ["not checked", "not checked"]
-    note = f"its sources and its date were not compared with git: git has no commit {named} here"
+    why = f"git has no commit {named} here: it was rebased, or never pushed"
+    note = f"its sources and its date were not compared with git: {why}"
     assert {check.note for check in checks} - {""} == ({note} if named == "f" * 40 else set())
 
 

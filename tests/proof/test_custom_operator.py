@@ -80,8 +80,8 @@ def test_a_case_is_read_back_as_it_was(operator):
     ("case", "message"),
     [
         ({"rows": 2, "cols": 3}, "cols is not a key of a case; keys: rows, columns, dtype, eps"),
-        ({"rows": 2, "columns": 3}, "dtype: Field required"),
-        ({"rows": "2", "columns": 3, "dtype": "fp16"}, "rows: Input should be a valid integer, got '2'"),
+        ({"rows": 2, "columns": 3}, "dtype: missing"),
+        ({"rows": "2", "columns": 3, "dtype": "fp16"}, "rows: expected a valid integer, got '2'"),
         ({"rows": 0, "columns": 3, "dtype": "fp16"}, "rows and columns must be above 0"),
     ],
 )

@@ -215,7 +215,7 @@ def test_import_says_file_and_signature(tmp_path):
         ),
         (
             "def attend(q, k, v): pass",
-            "must take the arguments (Tensor, Tensor, Tensor, causal=False, softmax_scale=None)",
+            "the harness passes (Tensor, Tensor, Tensor, causal=False, softmax_scale=None)",
         ),
     ],
 )
@@ -262,6 +262,9 @@ def test_crash_keeps_the_cases_before_it_and_ends_the_gate(tmp_path):
     assert statuses(record)["quick"] == "not reached"
     assert gate.summary == "case b1_h3_s66_d64_fp16: killed by SIGSEGV; 1 right, 1 not checked"
     assert "last words" in gate.details
+    assert gate.hint.startswith("the kernel may have read or written outside of its tensors")
+    reasons = [case.arms[0].reason for case in record.cases]
+    assert (reasons[0], reasons[2]) == ("another case failed gate correct", "gate correct failed")
     assert [case.correct for case in record.cases] == [True, False, None]
     assert [case.arms[0].status for case in record.cases] == ["not measured", "failed", "not measured"]
     assert record.complete

@@ -15,12 +15,13 @@ from flashmoe_science.proof.report.page import Judged, build_page
 from flashmoe_science.proof.report.terminal import (
     case_table,
     gate_lines,
+    last_lines,
     unmeasured_lines,
     verdict_lines,
 )
 from flashmoe_science.proof.text import as_sentence
 
-from .builders import build_record, with_arm, with_case
+from .builders import build_gates, build_record, with_arm, with_case
 from .claim_builders import SENTENCE, build_claim
 
 
@@ -80,6 +81,15 @@ def test_a_failed_gate_shows_its_facts_and_its_hint():
     assert "fact 14" in render(gate_lines(gate, verbose=True))
 
 
+def test_the_last_line_of_a_failed_run_does_not_say_all_of_it_again():
+    gates = [
+        gate.model_copy(update={"summary": "wrong in 1 of 2 cases; a: NaN"} if gate.name == "correct" else {})
+        for gate in build_gates("correct")
+    ]
+    said = render(last_lines(build_record(gates=gates, times=())), width=1000)
+    assert said.split() == "gate failed correct: wrong in 1 of 2 cases".split()
+
+
 def test_a_verdict_that_is_not_good_says_why():
     refuted = render(
         verdict_lines(judge(build_claim(factor=2.9), build_record(speedups=[2.3])), one_line=True), width=1000
@@ -87,4 +97,4 @@ def test_a_verdict_that_is_not_good_says_why():
     assert refuted.startswith("refuted")
     assert "below 2.9x" in refuted
     asserted = render(verdict_lines(judge(build_claim(), None), one_line=True), width=1000)
-    assert asserted.startswith(f"asserted      {SENTENCE} | there is no evidence: no record shows")
+    assert asserted.startswith(f"asserted      {SENTENCE} (seed-graph) | there is no evidence: no record shows")

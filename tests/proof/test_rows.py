@@ -47,7 +47,7 @@ def test_rows_hold_the_subject_first_and_the_control_last():
 )
 def test_a_wrong_case_shows_the_figure_and_the_limit_of_the_test_that_found_it(shares, shown):
     record = build_record(speedups=[2.0])
-    arm = record.cases[0].arms[0]
+    arm = next(arm for arm in record.cases[0].arms if arm.role == "subject")
     assert arm.accuracy is not None
     found = arm.accuracy.model_copy(update=shares)
     case = record.cases[0].model_copy(update={"arms": [arm.model_copy(update={"accuracy": found})]})
@@ -120,4 +120,6 @@ def test_the_case_that_decides_is_called_the_lowest_only_where_it_is():
     verdict = judge(build_claim(), build_record(speedups=[2.5, 2.6]))
     assert figure(verdict).startswith("lowest of 2 cases 2.5")
     wide = verdict.cases[1].model_copy(update={"interval": Interval(2.6, 2.1, 3.0, 10)})
-    assert figure(verdict.model_copy(update={"cases": [verdict.cases[0], wide]})).startswith("deciding of 2 cases 2.6")
+    assert figure(verdict.model_copy(update={"cases": [verdict.cases[0], wide]})).startswith(
+        "lowest interval of 2 cases"
+    )

@@ -11,11 +11,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from flashmoe_science.proof import processes, worker
 from flashmoe_science.proof.processes import ProcessGroup, run_command
 from flashmoe_science.proof.spent import sum_up
-from flashmoe_science.proof.worker import TaskCall, run_task, run_tasks
+from flashmoe_science.proof.worker import TaskCall, describe_error, run_task, run_tasks
 
 from .processes import is_alive, wait_for, wait_until_dead
 
@@ -61,7 +62,24 @@ def test_a_task_tells_where_its_seconds_went():
     assert result.spent["inner"] >= 0.3
     assert 0.1 <= result.spent["outer"] < result.spent["inner"]
     assert sum(result.spent.values()) <= result.seconds
-    assert sum_up({"outer": 0.1, "inner": 0.31, "none": 0.0}, 0.5) == "inner 0.3 s, outer 0.1 s, other 0.1 s"
+    assert (
+        sum_up({"outer": 0.1, "inner": 0.31, "none": 0.0}, 0.5, "the rest")
+        == "inner 0.3 s, outer 0.1 s, the rest 0.1 s"
+    )
+
+
+def test_an_error_inside_of_a_library_is_placed_where_the_user_called_it():
+    with pytest.raises(ValueError, match="einsum") as caught:
+        torch.einsum("i", *[])
+    assert "(test_worker.py:" in describe_error(caught.value)
+    try:
+        try:
+            raise AttributeError("no summ")
+        except AttributeError as cause:
+            raise RuntimeError("in the interpreter") from cause
+    except RuntimeError as error:
+        line = error.__cause__.__traceback__.tb_lineno  # type: ignore[union-attr]
+        assert describe_error(error).startswith(f"RuntimeError: in the interpreter (test_worker.py:{line} in ")
 
 
 def test_timeout_is_about_silence(clock, tmp_path):

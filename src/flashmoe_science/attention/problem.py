@@ -102,7 +102,10 @@ class AttentionProblem:
         if self.heads_kv == 0 and self.heads != 0:
             raise InputError(f"k must have a head for the {self.heads} heads of q, got 0")
         if self.heads_kv and self.heads % self.heads_kv:
-            raise InputError(f"heads of q must be a multiple of the {self.heads_kv} of k, got {self.heads}")
+            raise InputError(
+                f"heads of q must be a multiple of the {self.heads_kv} of k, got {self.heads}",
+                hint="q is [B, H, Sq, D] and k [B, HK, Sk, D]; of tensors [B, S, H, D] pass x.transpose(1, 2)",
+            )
         if self.softmax_scale is not None and not abs(self.softmax_scale) <= LARGEST_SCALE:  # NaN is not
             allowed = f"finite in fp32, so at most {LARGEST_SCALE:.3g} in size"
             raise InputError(f"softmax_scale must be {allowed}, got {self.softmax_scale}")

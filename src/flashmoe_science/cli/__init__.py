@@ -51,7 +51,7 @@ def _run(args: list[str]) -> int:
     except usage_error as error:
         context = getattr(error, "ctx", None)
         hint = f"{context.command_path if context else 'flashmoe'} --help shows what it takes"
-        message = cast("Any", error).format_message().rstrip(".")
+        message = _in_our_words(error) or cast("Any", error).format_message().rstrip(".")
         return _report(args, "UsageError", message, hint, USAGE)
     except FlashmoeError as error:
         return _report(args, type(error).__name__, error.message, error.hint, _exit_code(error))
@@ -70,6 +70,26 @@ def _run(args: list[str]) -> int:
     if code == INTERRUPTED:
         return _report(args, "KeyboardInterrupt", "interrupted", "", INTERRUPTED)
     return code if isinstance(code, int) else HOLDS
+
+
+_EXPECTED = {  # what pydantic finds of a value on the command line -> what it must be
+    "int_parsing": "an integer",
+    "float_parsing": "a number",
+    "greater_than_equal": "at least {ge}",
+    "greater_than": "above {gt}",
+    "less_than_equal": "at most {le}",
+    "less_than": "below {lt}",
+}
+
+
+def _in_our_words(error: Exception) -> str:
+    """Return what a number on the command line must be, or an empty text: newer versions of typer ask pydantic."""
+    found: list[dict[str, Any]] = getattr(error.__cause__ or error.__context__, "errors", list)()
+    if not found or found[0]["type"] not in _EXPECTED:
+        return ""
+    expected = _EXPECTED[found[0]["type"]].format(**found[0].get("ctx", {}))
+    name = str(cast("Any", error).param.name).replace("_", " ")
+    return f"{name} must be {expected}, got {found[0]['input']!r}"
 
 
 def _exit_code(error: FlashmoeError) -> int:

@@ -29,7 +29,8 @@ def diagnose(
     subject: Annotated[str, argument("SUBJECT", "One of ours, or a kernel.toml.")] = "flash_attention",
     suite: Annotated[str | None, option("--suite -s", "SUITE", "All its cases, or those named by --case.")] = None,
     case: Annotated[
-        list[str] | None, option("--case", "NAME", "A case of a suite; repeat it. Default: seed's largest.")
+        list[str] | None,
+        option("--case", "NAME", "Repeat it. Default: the largest of suite.toml beside kernel.toml, or of seed."),
     ] = None,
     seed: Annotated[int, option("", "N", "Seed of the inputs.", min=0)] = 0,
     output: Annotated[Path | None, option("--output -o", "FILE", "Also write the diagnosis to FILE, as JSON.")] = None,

@@ -30,7 +30,9 @@ def files_of(kind: Kind) -> dict[str, str]:
 
 def init(
     folder: Annotated[Path, argument("FOLDER", "Where the files go; made where it is missing.")],
-    kind: Annotated[Kind, flag("--kind", "How the kernel is written.")] = Kind.triton,
+    kind: Annotated[
+        Kind, flag("--kind", "How it is written: plain (operations of PyTorch), triton, or cuda (C++, needs nvcc).")
+    ] = Kind.triton,
     as_json: Json = False,
 ) -> None:
     """Write the files of a first trial: a kernel of a few lines, what it means, its shapes. No file is replaced.

@@ -39,7 +39,6 @@ from .options import (
     Metric,
     Seed,
     StoreName,
-    SuiteName,
     argument,
     given,
     option,
@@ -83,7 +82,12 @@ def prove(
     subject: Annotated[
         list[str] | None, argument("SUBJECT", "One of ours, or a kernel.toml.", show_default="flash_attention")
     ] = None,
-    suite: SuiteName = "seed",
+    suite: Annotated[
+        str | None,
+        option(
+            "--suite -s", "SUITE", "A packaged suite, or a file. Default: suite.toml beside kernel.toml, else seed."
+        ),
+    ] = None,
     baseline: Annotated[
         list[str] | None, option("--baseline -b", "NAME", "Repeat it for more. Default: the operator's first.")
     ] = None,
@@ -248,7 +252,7 @@ def _request(wanted: SimpleNamespace, name: str, repository: Path | None, resume
         raise InputError(f"time limit must be a number of seconds above 0, got {wanted.time_limit:g}", hint=hint)
     subject = load_subject(name, time_limit=wanted.time_limit)
     beside = suite_beside(subject) if resume is None and "suite" not in wanted.given else None
-    suite = load_suite(str(beside or wanted.suite))
+    suite = load_suite(str(beside or wanted.suite or "seed"))
     baselines, known = list(dict.fromkeys(split(wanted.baseline))), list(operator_of(subject).baselines())
     for baseline in baselines:
         check_name("baseline", baseline, known)
@@ -305,6 +309,7 @@ def _conclude(
             terminal.show("", f"The claims of this repository about {name}, by the evidence that it carries:", "")
             terminal.show_verdicts(verdicts)
             terminal.show("", count_line(verdicts))
+            terminal.explain_stale(verdicts, repository)
         elif judged:  # a run outside of a repository makes evidence/, and that a repository without claims
             terminal.show("", f"No claim of this repository is about {name}.")
     terminal.show("", *([bill.receipt()] if bill else []), f"record: {short_path(path)}")

@@ -16,7 +16,7 @@ import typer
 
 from ..errors import ClaimError, EvidenceError, InputError, SuiteError
 from ..proof.compare.compare import compare_revisions
-from ..proof.judge.judge import Verdict, VerdictStatus, exit_code
+from ..proof.judge.judge import Verdict, exit_code
 from ..proof.judge.rows import csv_text, kinds_measured, memory_rows
 from ..proof.judge.run_verdicts import EXPECTATION, conclude
 from ..proof.records.documents import read_record
@@ -89,7 +89,7 @@ def verify(
     terminal = Terminal(as_json=as_json)
     repository = find_repository()
     if repository is None:
-        raise ClaimError(f"there are no claims here: {Path.cwd()} is in no folder with claims/", hint=_NO_CLAIMS)
+        raise ClaimError(f"there is no folder claims/ here: {Path.cwd()} is in no folder that has one", hint=_NO_CLAIMS)
     if trust:
         trust_repository(repository, terminal)
     wrong: list[EvidenceError | ClaimError] = []
@@ -120,13 +120,7 @@ def verify(
     terminal.show(*([""] if verdicts else []), count_line(verdicts))
     if not verdicts and not wrong:
         terminal.log.print(f"hint: {short_path(repository / 'claims')} holds none: {_NO_CLAIMS}", soft_wrap=True)
-    if any(verdict.status is VerdictStatus.STALE for verdict in verdicts):
-        from ..proof.judge.staleness import ANOTHER_COPY, OWN_COPY, is_of_another_copy
-
-        hint = "a stale claim holds for the commit that it names; a new run on its GPU shows it anew"
-        if is_of_another_copy(repository):
-            hint = f"{ANOTHER_COPY}, so what it runs on a GPU was not compared: {OWN_COPY}"
-        terminal.log.print(f"hint: {hint}", soft_wrap=True)
+    terminal.explain_stale(verdicts, repository)
     _say_limits(verdicts, terminal)
     if unreadable:
         said = f"{counted(len(unreadable), 'record')} cannot be read, so no claim that may rest on it is demonstrated"

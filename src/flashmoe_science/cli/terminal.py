@@ -23,7 +23,7 @@ from rich.text import Text
 from rich.theme import Theme
 
 from ..errors import EvidenceError, FlashmoeError, InputError
-from ..proof.judge.judge import Verdict
+from ..proof.judge.judge import Verdict, VerdictStatus
 from ..proof.records.evidence import Gate, Record
 from ..proof.report.terminal import gate_lines, last_lines, verdict_lines
 from ..proof.text import defused, foreign
@@ -130,6 +130,17 @@ class Terminal:
         """Print a line, or on a terminal a paragraph, for every verdict; in a pipe each line says everything."""
         for verdict in verdicts:
             self.show(verdict_lines(verdict, why=why, one_line=not self.out.is_terminal))
+
+    def explain_stale(self, verdicts: Sequence[Verdict], repository: Path) -> None:
+        """Say what a stale claim means, where there is one."""
+        if not any(verdict.status is VerdictStatus.STALE for verdict in verdicts):
+            return
+        from ..proof.judge.staleness import ANOTHER_COPY, OWN_COPY, is_of_another_copy
+
+        hint = "a stale claim holds for the commit that it names; a new run on its GPU shows it anew"
+        if is_of_another_copy(repository):
+            hint = f"{ANOTHER_COPY}, so what it runs on a GPU was not compared: {OWN_COPY}"
+        self.log.print(f"hint: {hint}", soft_wrap=True)
 
     def show_conclusion(self, record: Record, verdicts: Sequence[Verdict]) -> None:
         """Print the verdict and its reason: on the claims, or how far the chain came."""

@@ -41,6 +41,8 @@ def fused_moe(
 ) -> Tensor:
     """Run each token through its experts and sum their weighted outputs. No token is dropped.
 
+    An id outside 0 to E - 1 contributes nothing and is no error: if all are, the output is 0.
+
     out[t] = sum_k topk_weights[t, k] * (w_down[e] @ act(w_gate_up[e] @ x[t] + bias_gate_up[e]) + bias_down[e]),
     with e = topk_ids[t, k], plus the same sum over shared experts, which process every token.
 

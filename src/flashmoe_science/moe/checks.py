@@ -200,6 +200,8 @@ def moe_problem_of(
     tokens, hidden = x.shape
     _check_axes("w_down", down, "E, HID, INTER")
     experts, inter = down.shape[0], down.shape[2]
+    if up.dim() == 3 and up.shape[2] == down.shape[1] != hidden:  # the weights agree
+        raise InputError(f"x must have the HID of the weights, {down.shape[1]}, got shape [T, HID] = {list(x.shape)}")
     columns = inter
     if up.dim() == 3 and up.shape[2] == hidden:  # w_gate_up gives INTER, as w_down may be transposed
         columns = up.shape[1] // columns_up(1, activation)

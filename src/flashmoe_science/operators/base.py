@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ..gpu.identity import PlannedSource
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+_KINDS = {int: "a valid integer", float: "a valid number", str: "a text", bool: "true or false", list: "a list"}
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -83,7 +84,7 @@ class KernelOperator:
                 raise InputError(f"{key} is not a key of a case of {self.name}; keys: {', '.join(self.keys)}")
             kind = self.keys[key]
             if type(value) not in ((int, float) if kind is float else (kind,)):
-                raise InputError(f"{key} must be {kind.__name__}, got {value!r}")
+                raise InputError(f"{key}: expected {_KINDS[kind]}, got {value!r}")
         missing = [key for key in self.required if key not in table]
         if missing:
             raise InputError(f"a case of {self.name} needs {', '.join(missing)}")

@@ -20,6 +20,7 @@ import json
 import math
 import os
 import queue
+import re
 import resource
 import selectors
 import signal
@@ -38,6 +39,7 @@ from . import spent
 from .processes import REASON_LIMIT, ProcessGroup, TaskResult, describe_exit
 
 _ANSWER_LIMIT_BYTES = 256 * 1024 * 1024  # no honest answer comes near this
+_LIBRARY = re.compile(r"[/\\](?:torch|triton)[/\\]")  # frames that say nothing of the code on trial
 _LEAD_S = 0.002  # until all ranks that met begin: longer than an answer is on its way
 _POLL_S = 0.25  # how often deadlines and deaths are looked for while no answer comes
 
@@ -379,11 +381,19 @@ def describe_error(error: BaseException) -> str:
         return text[:REASON_LIMIT]
     if type(error).__name__ == "OutOfMemoryError" or "CUDA out of memory" in message:
         text = f"GPU out of memory: {text}"
-    frames = traceback.extract_tb(error.__traceback__)
-    if frames:
-        last = frames[-1]
-        text += f" ({Path(last.filename).name}:{last.lineno} in {last.name})"
+    if place := _place_of(error):
+        text += f" ({Path(place.filename).name}:{place.lineno} in {place.name})"
     return text[:REASON_LIMIT]
+
+
+def _place_of(error: BaseException) -> traceback.FrameSummary | None:
+    """Return the innermost frame of an error and what caused it that is in neither torch nor Triton, else the last."""
+    causes = [error]
+    while (cause := causes[-1].__cause__) is not None and cause not in causes:
+        causes.append(cause)
+    frames = [frame for each in causes for frame in traceback.extract_tb(each.__traceback__)]
+    others = [frame for frame in frames if not _LIBRARY.search(frame.filename)]
+    return (others or frames)[-1] if frames else None
 
 
 def _die_with_parent(requests: IO[bytes], parent: int) -> queue.SimpleQueue[bytes]:

@@ -9,7 +9,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from ...errors import page
 from ..records.evidence import Accuracy
 from ..text import counted
 from .run import NO_GPU, Outcome, Run, failed, not_possible, passed
@@ -118,7 +117,9 @@ def _mend(reason: str) -> str:
     """Return what a reason means, or what to do."""
     if found := re.match(r"stress draw (\w+): raised", reason):
         return f'not_served = ["{found[1]}"] in the kernel.toml says that the kernel does not take such inputs'
-    return f"{page('explanation/error-scale')} says what is allowed, and why" if "allowed" in reason else ""
+    # A record names no folder of this machine.
+    told = 'the page "How large an error may be" of the documentation says what to look for'
+    return told if "allowed" in reason or "NaN in" in reason else ""
 
 
 def _kept_results(run: Run) -> list[dict[str, Any]]:

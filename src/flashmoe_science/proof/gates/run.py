@@ -346,7 +346,8 @@ class Run:
             result = run_task(name, payload, reply=replies[0], **shared)
         if result.seconds >= _LONG_S and result.spent:
             whole = f"{task.partition(':')[2]} took {result.seconds:.0f} s"
-            self.progress.note(f"{whole}: {sum_up(result.spent, result.seconds)}")
+            rest = "the kernel's own calls and the rest" if task == "tasks:check_correct" else "the rest"
+            self.progress.note(f"{whole}: {sum_up(result.spent, result.seconds, rest)}")
         if result.limit_reached:
             raise BudgetSpentError("the budget is spent")
         if self.holds_gpu:
@@ -431,6 +432,8 @@ class Run:
         hint = ""
         if result.reason == "killed by SIGKILL":
             hint = "the system may have run out of memory: `dmesg` tells"
+        elif self.device == "cpu" and result.reason in ("killed by SIGSEGV", "killed by SIGBUS", "killed by SIGABRT"):
+            hint = "the kernel may have read or written outside of its tensors, e.g. a tl.load or tl.store without mask"
         elif result.reason.startswith("GPU out of memory"):
             hint = "a smaller suite, or a GPU with more memory"
         elif result.timed_out:

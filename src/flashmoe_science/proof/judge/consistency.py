@@ -510,7 +510,8 @@ class _AtCommit:
             raise UncheckedError(str(error).partition("\n")[0]) from error
         if found is None:
             shallow = git(repository, "rev-parse", "--is-shallow-repository") == "true"
-            raise UncheckedError(f"git has no commit {commit} here", is_note=not shallow)
+            why = "this clone is shallow" if shallow else "it was rebased, or never pushed"
+            raise UncheckedError(f"git has no commit {commit} here: {why}", is_note=not shallow)
         return cls(found, sources)
 
 

@@ -108,7 +108,11 @@ def last_word(record: Record) -> tuple[str, str]:
         return "gate failed", f"{failed.name}: {failed.summary}"
     if not record.complete:
         return "incomplete", record.incomplete_reason
-    stand_in = {"correct": "correct (of a stand-in)"} if any(case.stand_in for case in record.cases) else {}
+    stand_in = (
+        {"correct": "correct (for a kernel that ran in place of the GPU's)"}
+        if any(case.stand_in for case in record.cases)
+        else {}
+    )
     gates = [gate.name for gate in record.gates if gate.status is GateStatus.PASSED]
     passed = ", ".join(stand_in.get(name, name) for name in gates) or "no gate"
     impossible = [gate for gate in record.gates if gate.status is GateStatus.NOT_POSSIBLE]

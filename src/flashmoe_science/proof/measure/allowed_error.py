@@ -79,7 +79,7 @@ def find_expected(operator: Operator, problem: Any, inputs: Inputs, part: Part |
 class Whole:
     """What the operator says of one set of inputs, which may take long, and what follows for each rank."""
 
-    @spending("what is right")
+    @spending("the exact answers")
     def __init__(self, operator: Operator, problem: Any, inputs: Inputs, pick: Pick | None = None) -> None:
         """Ask the operator. ``pick``: of whole answers, the part that is asked about.
 

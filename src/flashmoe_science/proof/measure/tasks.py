@@ -78,8 +78,8 @@ def check_signature(operator: Any, entry: Callable[..., Any], problem: Any) -> l
             given = ", ".join([*(type(a).__name__ for a in args), *(f"{k}={v!r}" for k, v in kwargs.items())])
             taken = re.sub(r"\btorch\.Tensor\b", "Tensor", str(signature))
             raise SubjectError(
-                f"it takes {taken}, and must take the arguments ({given}): {error}",
-                hint=f"the harness passes ({given}): name a function that takes this, and let it call yours",
+                f"it takes {taken}, and the harness passes ({given}): {error}",
+                hint="name a function that takes these arguments, and let it call yours",
             ) from error
     return [f"signature {signature}"]
 

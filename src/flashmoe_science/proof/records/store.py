@@ -272,7 +272,7 @@ def telling(on_trouble: Callable[[EvidenceError], None]) -> OnTwins:
 
 def is_path(key: str) -> bool:
     """Return whether ``key`` names a run by its file."""
-    return os.sep in key or is_document(key)
+    return os.sep in key or is_document(key) or Path(key).is_file()
 
 
 class Archive:

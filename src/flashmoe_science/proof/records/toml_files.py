@@ -93,8 +93,8 @@ def explain_validation(problem: ValidationError, model: type[BaseModel]) -> list
             lines.append(f"key {key}: unknown key, expected one of {', '.join(known)}{meant}")
         elif detail["type"] == "list_type" and isinstance(detail["input"], dict) and _model_at(model, detail["loc"]):
             lines.append(f"key {key}: expected a list of tables: write [[{key}]], not [{key}]")
-        elif detail["type"] in _OUR_WORDS:
-            expected = _description(model, detail["loc"]) or _OUR_WORDS[detail["type"]]
+        elif detail["type"] in OUR_WORDS:
+            expected = _description(model, detail["loc"]) or OUR_WORDS[detail["type"]]
             lines.append(f"key {key}: expected {expected}, got {shown(detail['input'])}")
         else:
             expected = message.replace("Input should be", "expected", 1)
@@ -104,7 +104,7 @@ def explain_validation(problem: ValidationError, model: type[BaseModel]) -> list
 
 # What pydantic says of these ("List should have at least 1 item after validation") is of Python, not of a file. The
 # description of a key says more; where it has none, these do.
-_OUR_WORDS = {
+OUR_WORDS = {
     "string_pattern_mismatch": "another text",
     "string_too_short": "a text that is not empty",
     "string_type": "a text",

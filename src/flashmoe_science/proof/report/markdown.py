@@ -19,7 +19,7 @@ def render_markdown(page: Page) -> str:
     for title, table in page.beside:
         lines += [escape(as_sentence(title)) + " " + escape(table.caption), "", *_table(table), ""]
     if not page.beside:
-        lines += ["These runs share no problem that both timed against the same baseline.", ""]
+        lines += [page.nothing_beside, ""]
     for number, run in enumerate(page.runs, 1):
         lines += [f"## {number}: {escape(run.title)}", "", *_run(run, 3)]
     return "\n".join(lines).rstrip("\n") + "\n"

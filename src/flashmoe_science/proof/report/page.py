@@ -136,6 +136,13 @@ class Page:
     index: Table | None  # where there are several runs
     beside: Sequence[tuple[str, Table]]  # what several runs share, each with its heading
 
+    @property
+    def nothing_beside(self) -> str:
+        """Say why several runs share nothing."""
+        if not any(kinds_measured(run.record) for run in self.runs):
+            return "None of these runs was timed, so there are no times to compare."
+        return "These runs share no problem that both timed against the same baseline."
+
 
 def build_page(judged: Sequence[Judged], kind: TimeKind | None = None) -> Page:
     """Return the page about one run or several; times of ``kind`` come first, by default graph time."""
@@ -198,8 +205,8 @@ def _gates(record: Record) -> list[Table | Lines]:
     rows = []
     for gate in record.gates:
         took = "" if gate.status.value == "not reached" else f"{gate.seconds:.1f} s"
-        hint = f" hint: {gate.hint}" if gate.hint else ""
-        rows.append((gate.name, gate.status.value, f"{gate.summary}{hint}", took))
+        hint = f" Hint: {as_sentence(gate.hint)}" if gate.hint else ""
+        rows.append((gate.name, gate.status.value, f"{as_sentence(gate.summary)}{hint}", took))
     details = [Lines(gate.name, gate.details, gate.status.value == "failed") for gate in record.gates if gate.details]
     return [Table("", ("gate", "result", "what it showed", "took"), rows, words=3), *details]
 
@@ -348,15 +355,16 @@ def _accuracy(record: Record) -> list[Note | Table]:
     if stood_in := [row.correct != "no" for row in found if row.stood_in]:
         shown = said if right else "none shown of the GPU's kernel"
         said = f"{shown}; its stand-in right in {sum(stood_in)} of {len(stood_in)}"
-    columns = ["case", "correct", "same bits", "max error", "allowed", "share"]
-    columns += [f"{name}, share" for name in record.baselines] + ["note"]
+    columns = ["case", "correct", "note", "same bits", "max error", "allowed", "share"]
+    columns += [f"{name}, share" for name in record.baselines]
     rows = [
-        [row.case, row.correct, row.same_bits, row.error, row.allowed, row.said, *row.baselines, row.note]
+        [row.case, row.correct, row.note, row.same_bits, row.error, row.allowed, row.said, *row.baselines]
         for row in found
     ]
-    if not any(row.note for row in found):
-        columns, rows = columns[:-1], [row[:-1] for row in rows]
-    table = Table("largest error against the exact answer, and the largest that is allowed", columns, rows, words=3)
+    filled = [number for number in range(len(columns)) if any(row[number] for row in rows)]
+    rows, columns = [[row[number] for number in filled] for row in rows], [columns[number] for number in filled]
+    words = sum(name in ("case", "correct", "note", "same bits") for name in columns)
+    table = Table("largest error against the exact answer, and the largest that is allowed", columns, rows, words)
     return [Note(as_sentence(said)), table]
 
 
@@ -393,8 +401,8 @@ def _index(runs: Sequence[RunPart]) -> Table:
         record = part.record
         result = part.headline.word or part.headline.sentence
         about = (result, record.subject.name, record.suite, record.environment.gpu_name or "none")
-        rows.append((str(number), *about, (record.tree.commit or "unknown")[:12], record.id))
-    columns = ("", "result", "subject", "suite", "GPU", "commit", "run")
+        rows.append((str(number), *about, (record.tree.commit or "none")[:12], record.id))
+    columns = ("number", "result", "subject", "suite", "GPU", "commit", "run")
     return Table("the runs on this page", columns, rows, words=7)
 
 

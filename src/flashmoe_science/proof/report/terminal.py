@@ -35,7 +35,7 @@ from ..judge.rows import (
     memory_rows,
     unmeasured,
 )
-from ..judge.run_verdicts import last_word
+from ..judge.run_verdicts import EXPECTATION, last_word
 from ..records.evidence import Arm, CaseRecord, Gate, GateStatus, Record, Rounds, TimeKind
 from ..records.store import RunSummary
 from ..text import counted
@@ -292,14 +292,14 @@ def shortened_kernel(name: str) -> str:
 def figure(verdict: Verdict) -> str:
     """Return the number that the verdict turns on, e.g. ``lowest of 13 cases 2.31x [2.28, 2.35]``.
 
-    The case that decides is called the lowest only where its speedup is.
+    The case that decides has the interval that ends lowest. It is called the lowest only where its speedup is.
     """
     lowest = lowest_case(verdict)
     if verdict.claim.scope == "geometric mean" and verdict.geometric_mean:
         return f"geometric mean of {counted(len(verdict.cases), 'case')} {format_ratio(verdict.geometric_mean)}"
     if lowest is None:
         return "no figure"
-    word = "lowest" if is_lowest(verdict, lowest) else "deciding"
+    word = "lowest" if is_lowest(verdict, lowest) else "lowest interval"
     return f"{word} of {counted(len(verdict.cases), 'case')} {format_ratio(lowest.interval)}"
 
 
@@ -318,7 +318,8 @@ def verdict_lines(verdict: Verdict, *, one_line: bool = False, why: bool = False
     A claim that does not hold says why; ``why`` adds the reason to every claim.
     """
     status = Text(verdict.status.value, _VERDICT_STYLE[verdict.status])
-    parts = [Text(verdict.claim.sentence)]
+    named = "" if verdict.claim.id == EXPECTATION else f" ({verdict.claim.id})"
+    parts = [Text.assemble(verdict.claim.sentence, (named, "dim"))]
     for part in verdict.by_gpu or [verdict]:
         if part.record is not None:
             where = f"{part.claim.gpu[0]} {part.status.value}, " if verdict.by_gpu else ""
@@ -337,9 +338,10 @@ def verdict_lines(verdict: Verdict, *, one_line: bool = False, why: bool = False
 
 
 def last_lines(record: Record) -> RenderableType:
-    """Return how far the chain came, for a run that no claim is judged by."""
+    """Return how far the chain came, for a run that no claim is judged by. The gates above say why."""
+    word, sentence = _last_word(record)
     grid = new_grid(12)
-    grid.add_row(*_last_word(record))
+    grid.add_row(word, sentence.partition("; ")[0] if record.failed_gate else sentence)
     return grid
 
 

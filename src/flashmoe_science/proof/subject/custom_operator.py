@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ...errors import InputError
 from ...gpu.planning import Work
+from ..records.toml_files import OUR_WORDS
 from .operator import Baseline as AnyBaseline, Inputs
 
 __all__ = ["DTYPES", "Baseline", "CustomOperator", "Work", "standard_normal"]
@@ -87,7 +88,11 @@ class CustomOperator:
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"])) or "a case"
-            raise InputError(f"{key}: {first['msg'].removeprefix('Value error, ')}, got {first['input']!r}") from error
+            if first["type"] == "missing":
+                raise InputError(f"{key}: missing") from error
+            said = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected", 1)
+            said = f"expected {OUR_WORDS[first['type']]}" if first["type"] in OUR_WORDS else said
+            raise InputError(f"{key}: {said}, got {first['input']!r}") from error
         return problem
 
     def as_table(self, problem: Any) -> dict[str, Any]:

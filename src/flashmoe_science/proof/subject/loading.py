@@ -141,10 +141,11 @@ def load_subject(text: str, *, time_limit: float | None = None) -> Subject:
         if text in names:  # a folder of the same name is meant by "./name"
             return _with_limit(_builtin_subject(names[text], text), time_limit)
         if not path.exists():
-            hint = did_you_mean(text, names, f"give the path of a kernel.toml, see {page('reference/kernel-toml')}")
+            near = ", ".join(difflib.get_close_matches(text, names))
+            hint = f"did you mean {near}?" if near else f"a kernel.toml is described in {page('reference/kernel-toml')}"
             files = [file for file, name in _files_beside(path).items() if name == text]
             hint = f"name its file: ./{files[0]}" if files else hint
-            raise SubjectError(f"subject must be one of {', '.join(names)} or a kernel.toml, got {text!r}", hint=hint)
+            raise SubjectError(f"there is no file or folder {text!r}, and no kernel of ours of that name", hint=hint)
     return _subject_from_file(path / "kernel.toml" if path.is_dir() else path, time_limit)
 
 
