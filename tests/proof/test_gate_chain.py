@@ -308,7 +308,7 @@ def test_a_stand_in_that_is_right_shows_nothing_of_the_subject():
         (True, ""),
         (None, "plain torch (a GPU runs a kernel)"),
     ]
-    assert "correct (of a stand-in) passed; launch" in last_word(record)[1]
+    assert "correct (for a kernel that ran in place of the GPU's) passed; launch" in last_word(record)[1]
 
 
 def test_a_record_says_which_state_of_a_repository_holds_the_sources():

@@ -87,7 +87,7 @@ def test_the_last_line_of_a_failed_run_does_not_say_all_of_it_again():
         for gate in build_gates("correct")
     ]
     said = render(last_lines(build_record(gates=gates, times=())), width=1000)
-    assert said.split() == "gate failed correct: wrong in 1 of 2 cases".split()
+    assert " ".join(said.split()) == "gate failed correct: wrong in 1 of 2 cases"
 
 
 def test_a_verdict_that_is_not_good_says_why():
