@@ -59,7 +59,7 @@ def test_the_tables_know_every_option_of_a_call_with_a_cache(table):
 
 def test_features_with_equal_rows_share_one(table):
     lines = table.render().splitlines()
-    assert any(line.startswith("| sliding window;") and "| F T |" in line for line in lines)
+    assert any(line.startswith("| sliding window<br>") and "| F T |" in line for line in lines)
     assert any("ALiBi" in line and "F" not in line.partition("|")[2] for line in lines)
     assert any(line.startswith("| D above 512 | –") for line in lines)
     assert any(line.startswith("| D 576, DV 512") and "| M D |" in line and line.endswith("| – |") for line in lines)

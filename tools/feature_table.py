@@ -209,7 +209,7 @@ def _table(title: str, letters: Letters, features: dict[str, dict[str, Any]]) ->
         rows.setdefault(cells, []).append(feature)
     header = [*(", ".join(archs) for archs in merged.values()), "fp32"]
     lines = [_row(title, header), _row("---", ["---"] * len(header))]
-    return "\n".join(lines + [_row("; ".join(names), cells) for cells, names in rows.items()])
+    return "\n".join(lines + [_row("<br>".join(names), cells) for cells, names in rows.items()])
 
 
 def render() -> str:

@@ -18,11 +18,11 @@ hide: [toc]
 <style>.md-typeset td, .md-typeset td code { overflow-wrap: anywhere; }</style>
 
 """
-CLAIMS = """# Claims
+CLAIMS = """# Speeds
 
-Every claim with its verdict, its lowest case and its geometric mean. [Claimed cases](speeds-cases.md) has the times
-behind them. `flashmoe show` and the id of a run print all that was measured. A speedup is the baseline's time divided
-by ours, with its 95 % interval.
+Every claim with its verdict, its deciding case (the one whose interval ends lowest) and its geometric mean. [Claimed
+cases](speeds-cases.md) has the times behind them. `flashmoe show` and the id of a run print all that was measured. A
+speedup is the baseline's time divided by ours, with its 95 % interval.
 
 """
 CASES = """# Claimed cases
