@@ -140,7 +140,7 @@ def test_a_comparison_is_booked_with_the_gates_of_both_revisions(tmp_path):
     assert spent_seconds(record) == 8 + 4 + 8 + 82 + 3 + 2
     store = Store(tmp_path / "runs")
     store.save(record)
-    sums = add_up(store.runs(), lambda _, gate: gate, lambda _: None)
+    sums = add_up(Archive(store, None).runs(), lambda _, gate: gate, lambda _: None)
     assert {gate: total.gpu_seconds for gate, total in sums.items()} == dict(
         zip(GPU_GATES, (11, 6, 8, 82), strict=True)
     )

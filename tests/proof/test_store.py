@@ -115,7 +115,7 @@ def test_an_error_that_is_no_number_is_kept_as_valid_json(store):
     arm = record.cases[0].arms[0].model_copy(update={"accuracy": accuracy})
     record = record.model_copy(update={"cases": [record.cases[0].model_copy(update={"arms": [arm]})]})
     store.save(record)
-    assert store.load(record.id).cases[0].arms[0].accuracy == accuracy
+    assert Archive(store, None).load(record.id).cases[0].arms[0].accuracy == accuracy
     json.loads(record_text(record), parse_constant=pytest.fail)
 
 
@@ -126,35 +126,35 @@ def test_saving_again_replaces_the_record(store):
     record = build_record()
     store.save(record.model_copy(update={"complete": False, "cases": record.cases[:1]}))
     store.save(record)
-    assert store.load(record.id) == record
-    assert [run.cases for run in store.runs()] == [3]
+    assert Archive(store, None).load(record.id) == record
+    assert [run.cases for run in Archive(store, None).runs()] == [3]
 
 
 def test_a_unique_prefix_is_enough(store):
     for day in (0, 1):
         store.save(build_record(day=day))
-    assert store.load("20260102").id == SECOND
+    assert Archive(store, None).load("20260102").id == SECOND
     with pytest.raises(EvidenceError, match=f"'2026' begins 2 ids: {SECOND}, {FIRST}\nhint: give more of the id"):
-        store.load("2026")
+        Archive(store, None).load("2026")
 
 
 def test_an_id_that_begins_another_id_is_found(store):
     record = build_record()
     store.save(record)
     store.save(record.model_copy(update={"id": record.id + "1"}))
-    assert store.load(record.id).id == record.id
+    assert Archive(store, None).load(record.id).id == record.id
 
 
 def test_an_unknown_id_suggests_the_nearest(store):
     store.save(build_record())
     with pytest.raises(EvidenceError, match=f"hint: did you mean {FIRST}?"):
-        store.load(FIRST.replace("seed", "sede"))
+        Archive(store, None).load(FIRST.replace("seed", "sede"))
 
 
 def test_reading_creates_nothing(store, tmp_path):
-    assert store.runs() == []
+    assert Archive(store, None).runs() == []
     with pytest.raises(EvidenceError, match="there is no run"):
-        store.load("2026")
+        Archive(store, None).load("2026")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -181,7 +181,7 @@ def test_runs_come_newest_first_and_filtered(store):
 )
 def test_a_summary_is_the_same_of_a_record_and_of_its_file(store, record, expected):
     store.save(record)
-    (run,) = store.runs()
+    (run,) = Archive(store, None).runs()
     assert run == summarize(record)
     assert (run.gpu, run.result, run.cases, run.measured) == expected
 
@@ -199,7 +199,7 @@ def test_a_url_or_a_file_is_no_store(tmp_path, monkeypatch, how):
     for name, said in named.items():
         monkeypatch.setenv("FLASHMOE_STORE", name)
         with pytest.raises(EvidenceError) as raised:
-            Store(name if how == "argument" else None).runs()
+            Archive(Store(name if how == "argument" else None), None).runs()
         assert str(raised.value).startswith(f"the store must be a folder, got {said}")
         assert "abcdef" not in str(raised.value)
 

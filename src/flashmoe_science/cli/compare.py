@@ -90,7 +90,7 @@ def compare(
 def _find(repository: Path, label: str) -> Asked:
     """Return a revision. Raises ``InputError`` where there is none."""
     if (found := find_revision(repository, label)) is None:
-        hint = "git log lists the revisions; `flashmoe report RUN RUN` shows two runs side by side"
+        hint = "git log lists the revisions; `flashmoe report RUN RUN` shows two runs on one page"
         raise InputError(f"{label!r} is no revision of {repository}", hint=hint)
     return found
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from ..proof.cost.cost import Sum, add_up, format_dollars, format_duration, load_rates
 from ..proof.records.evidence import GATE_NAMES
-from ..proof.records.store import RunSummary, Store, find_repository
+from ..proof.records.store import Archive, RunSummary, Store, find_repository
 from .names import moment_named
 from .options import Json, Since, StoreName
 from .terminal import Terminal, short_path
@@ -34,7 +34,7 @@ def cost(since: Since = None, store: StoreName = None, as_json: Json = False) ->
       flashmoe cost --since 30d --json | jq .total
     """
     terminal, rates = Terminal(as_json=as_json), load_rates(find_repository())
-    runs = Store(store).runs(since=moment_named(since) if since else None, on_trouble=terminal.warn_of)
+    runs = Archive(Store(store), None).runs(since=moment_named(since) if since else None, on_trouble=terminal.warn_of)
     rate = rates.dollars_per_hour
     sums = {name: _in_order(add_up(runs, key, rate)) for name, key in _KEYS.items()}
     total = add_up(runs, lambda *_: "total", rate).get("total")

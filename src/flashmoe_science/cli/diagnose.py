@@ -19,7 +19,7 @@ from ..proof.subject.suites import Suite, SuiteCase, list_suites, load_suite, su
 from .exit_codes import GATE_FAILED, HOLDS, INCONCLUSIVE
 from .options import Json, argument, option, split
 from .run_shared import as_typed
-from .terminal import Terminal, as_plain, write_file
+from .terminal import Terminal, as_plain
 
 DEFAULT_SUITE = "seed"
 
@@ -33,7 +33,6 @@ def diagnose(
         option("--case", "NAME", "Repeat it. Default: the largest of suite.toml beside kernel.toml, or of seed."),
     ] = None,
     seed: Annotated[int, option("", "N", "Seed of the inputs.", min=0)] = 0,
-    output: Annotated[Path | None, option("--output -o", "FILE", "Also write the diagnosis to FILE, as JSON.")] = None,
     as_json: Json = False,
 ) -> None:
     """Test every hypothesis of why a kernel is slow: confirmed, ruled out or undecided, with the numbers.
@@ -43,7 +42,7 @@ def diagnose(
     \b
     Examples:
       flashmoe diagnose my_kernel.toml --case b1_h1_s512_d64_fp16
-      flashmoe diagnose flash_attention --suite standard -o why.json
+      flashmoe diagnose flash_attention --suite standard --json > why.json
 
     \b
     Exit codes:
@@ -64,8 +63,6 @@ def diagnose(
 
     terminal.say(f"diagnosing {request.subject.name}: {', '.join(case.name for case in request.cases)}")
     diagnosis = gather.diagnose(request, describe_apart(), say=say)
-    if output is not None:
-        write_file(output, diagnosis.model_dump_json(indent=1) + "\n")
     if diagnosis.failed is not None:
         terminal.show("", failed_lines(diagnosis))
     for found in diagnosis.cases:

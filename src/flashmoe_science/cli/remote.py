@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..errors import FlashmoeError
-from ..proof.cost.cost import Bill, Budget, Meter, RunSize, format_dollars, format_duration, load_rates, spent_seconds
+from ..proof.cost.cost import Bill, Budget, Meter, RunSize
 from ..proof.gates import ProveRequest
 from ..proof.judge.run_verdicts import conclude
 from ..proof.records.evidence import Record
 from ..proof.records.store import Store
-from ..proof.remote import Host, HostResult, find_tree, prove_on
+from ..proof.remote import Host, find_tree, prove_on
 from ..proof.report.junit import junit_xml, write_junit
 from ..proof.text import counted
 from .run_shared import make_keeper
@@ -40,7 +40,6 @@ def prove_on_host(
         raise
     finally:
         progress.close()
-    _say_set_up(result, request, terminal)
     if result.error is not None:
         if junit is not None:
             _write_junit(junit, result.record, result.error, host, request.repository)
@@ -48,17 +47,6 @@ def prove_on_host(
     assert keeper.record is not None
     assert keeper.path is not None
     return keeper.record, keeper.path, meter.bill(keeper.record)
-
-
-def _say_set_up(result: HostResult, request: ProveRequest, terminal: Terminal) -> None:
-    """Say how long the machine was held while no gate had its GPU: wheels, environment, build."""
-    record = result.record
-    seconds = result.seconds - (spent_seconds(record) if record is not None else 0.0)
-    if seconds <= 0 or record is None or not record.environment.gpu_name:
-        return
-    rate = load_rates(request.repository).dollars_per_hour(record.environment.gpu_name)
-    price = f" ({format_dollars(seconds / 3600 * rate)})" if rate is not None else ""
-    terminal.say(f"set-up: {format_duration(seconds)}{price} more, in which no gate had the GPU")
 
 
 def _write_junit(path: Path, record: Record | None, error: FlashmoeError, host: Host, repository: Path | None) -> None:

@@ -192,20 +192,6 @@ def test_spills_and_local_memory(code, status):
 
 
 @pytest.mark.parametrize(
-    ("one", "status"),
-    [
-        (kernel(2112, shared_memory_bytes=110 * 1024), CANNOT_TELL),
-        (kernel(2112, registers=32, shared_memory_bytes=0), RULED_OUT),  # threads are the limit: a full SM
-        (kernel(264, shared_memory_bytes=110 * 1024), RULED_OUT),  # all blocks fit at once
-        (kernel(2112, shared_memory_bytes=228 * 1024), CONFIRMED),  # not even one fits
-        (kernel(2112, shared_memory_bytes=None), CANNOT_TELL),
-    ],
-)
-def test_occupancy_capped(one, status):
-    assert finding(observe(kernels=[one]), "occupancy capped").status is status
-
-
-@pytest.mark.parametrize(
     ("changes", "status"),
     [
         ({"dram_bytes": 0.7 * 4.8e12 * 500e-6}, CONFIRMED),

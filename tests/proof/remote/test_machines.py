@@ -23,9 +23,9 @@ from .stub import SSH, Lines, StubTree, request, run
 @pytest.mark.parametrize(
     ("changes", "said", "hint"),
     [
-        ({"UserKnownHostsFile": "no_hosts"}, "has a host key that is not known here", "fingerprint"),
-        ({"UserKnownHostsFile": "other_hosts"}, "has another host key than the one that is known", "ssh-keygen -R"),
-        ({"IdentityFile": "stranger_key"}, "refuses the login: ", "IdentityFile in ~/.ssh/config"),
+        ({"UserKnownHostsFile": "no_hosts"}, "cannot be reached: Host key verification failed", "fingerprint"),
+        ({"UserKnownHostsFile": "other_hosts"}, "cannot be reached: Host key verification failed", "fingerprint"),
+        ({"IdentityFile": "stranger_key"}, "cannot be reached: ", "IdentityFile in ~/.ssh/config"),
         ({"Port": 1}, "cannot be reached: ssh: connect to host 127.0.0.1 port 1: Connection refused", "as ssh sees it"),
         ({"HostName": "nowhere.invalid"}, "cannot be reached: ssh: Could not resolve hostname", "as ssh sees it"),
     ],

@@ -44,7 +44,6 @@ def test_what_a_run_tells_comes_here_whatever_else_is_printed(machine, python):
     assert saved == [as_sent("finish", saved[0].id)]
     assert result.record == saved[0]
     assert lines.started == ["correct"]
-    assert result.seconds > 0
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""Two revisions measured in one run, and runs shown side by side."""
+"""Two revisions measured in one run."""

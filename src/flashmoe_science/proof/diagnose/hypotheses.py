@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from ...gpu.occupancy import SCHEDULERS, WARP
-from ..judge.rows import format_bytes, format_seconds
+from ..judge.rows import format_seconds
 from ..text import counted
 from .case import HYPOTHESES, Case, hypothesis
 from .experiments import (
@@ -25,7 +25,6 @@ from .experiments import (
     no_runs,
     percent,
     reaches,
-    resident,
     share_of_kernel,
     smaller_tail,
 )
@@ -45,7 +44,6 @@ OTHER_KERNEL = "another kernel than promised"
 HOST_HIGH, HOST_LOW = 0.25, 0.10  # of wall time outside of kernels
 GROWS, GROWS_LITTLE = 0.5, 0.2  # of the time that is proportional to an axis
 IDLE_LOW = 0.2  # of the GPU's throughput that copies of the work find unused
-HALF_FULL = 0.5  # of the warps that an SM holds
 LOW_CLOCK = 0.95  # of the highest clock
 
 
@@ -273,37 +271,6 @@ def _local_memory(case: Case) -> Finding:
 
 def _names(codes: Sequence[tuple[Kernel, Code]]) -> str:
     return ", ".join(dict.fromkeys(kernel.name for kernel, _ in codes))
-
-
-@hypothesis("occupancy capped", "the occupancy model: what an SM holds, and what sets that")
-def _occupancy_capped(case: Case) -> Finding:
-    chip, kernel = case.seen.chip, main_kernel(case.seen.kernels)
-    held = resident(chip, kernel) if chip is not None and kernel is not None else None
-    if chip is None or kernel is None or held is None:
-        raise case.need("no launch", "gpu", "launches")
-    share = held.warps / held.most_warps
-    limits = [name for name in held.limited_by if name in ("registers", "shared memory")]
-    shared = kernel.shared_memory_bytes or 0
-    registers = f"{kernel.registers} registers a thread, " if kernel.registers else ""
-    needs = f"{registers}{format_bytes(shared)} shared memory a block"
-    if shared > chip.shared_memory_per_block_bytes:
-        needs += f", of which {chip.name} gives {format_bytes(chip.shared_memory_per_block_bytes)}"
-    if not held.blocks or shared > chip.shared_memory_per_block_bytes:
-        return case.confirmed(f"{kernel.name} cannot be launched: {needs}", "a smaller tile")
-    said = (
-        f"an SM holds {counted(held.blocks, 'block')} of {kernel.name}, {held.warps} of {held.most_warps} warps, "
-        f"by {' and '.join(held.limited_by)} ({needs})"
-    )
-    if not limits or share >= HALF_FULL:
-        return case.ruled_out(said)
-    if kernel.blocks is None:
-        raise case.need(f"{said}; whether the grid fills them is not known", "launches")
-    if kernel.blocks <= chip.sms * held.blocks:
-        blocks = counted(kernel.blocks, "block")
-        return case.ruled_out(f"{said}; the {blocks} of the grid fit at once: there are no more to hold")
-    if near := reaches(case.seen):
-        return case.ruled_out(f"{said}; and yet {near}")
-    return case.cannot_tell(f"{said}. Whether it waits for want of warps, Nsight Compute says")
 
 
 # Hypotheses about the GPU's rates: bytes, operations and clocks.

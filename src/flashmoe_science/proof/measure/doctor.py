@@ -23,20 +23,6 @@ from ..worker import describe_error
 from . import nvml
 from .environment import tree_commit
 
-# Distributions behind the baselines of our operators, and the name of each baseline.
-BASELINES = {
-    "flash-attn": "fa2",
-    "flash-attn-3": "fa3",
-    "flash-attn-4": "fa4",
-    "xformers": "xformers",
-    "flashinfer-python": "flashinfer",
-    "liger-kernel": "liger",
-    "scattermoe": "scattermoe",
-    "sonic-moe": "sonicmoe",
-    "triton_kernels": "triton_kernels",
-    "vllm": "vllm-triton",
-}
-FA3_LIBRARY = "FLASHMOE_FA3_LIBRARY"  # names FlashAttention-3's shared library, as vLLM builds it
 _COMMAND_TIMEOUT_S = 20.0
 
 
@@ -184,16 +170,6 @@ def _output(*command: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _check_baselines() -> list[Check]:
-    found = {name: _distribution(distribution) for distribution, name in BASELINES.items()}
-    if os.environ.get(FA3_LIBRARY):
-        found["fa3"] = f"the library that {FA3_LIBRARY} names"
-    here = [f"{name} ({version})" for name, version in found.items() if version]
-    missing = [name for name, version in found.items() if not version]
-    text = ", ".join(["those of PyTorch", *here]) + (f"; not installed: {', '.join(missing)}" if missing else "")
-    return [Check("baselines", ok=True, text=text, hint="`flashmoe baselines` imports each and says whether it runs")]
-
-
 def _check_tree() -> list[Check]:
     commit, dirty = tree_commit()
     if commit is None:
@@ -212,6 +188,5 @@ _CHECKS: dict[str, Callable[[], list[Check]]] = {
     "driver": _check_driver,
     "GPU": _check_gpu,
     "nvcc": _check_nvcc,
-    "baselines": _check_baselines,
     "commit": _check_tree,
 }

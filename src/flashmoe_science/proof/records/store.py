@@ -158,19 +158,6 @@ class Store:
         """Return the ids that start with ``prefix``, newest first."""
         return sorted((run_id for run_id in self.files() if run_id.startswith(prefix)), reverse=True)
 
-    def load(self, key: str) -> Record:
-        """Return the run whose id is ``key`` or starts with it, or the one in the file ``key``.
-
-        Raises ``EvidenceError`` when there is none, or more than one.
-        """
-        return Archive(self, repository=None).load(key)
-
-    def runs(
-        self, *, since: datetime | None = None, on_trouble: Callable[[EvidenceError], None] | None = None
-    ) -> list[RunSummary]:
-        """Return all runs, newest first. A file that cannot be read goes to ``on_trouble``, or is raised."""
-        return Archive(self, repository=None).runs(since=since, on_trouble=on_trouble)
-
     def begin(self, record: Record, factors: Sequence[float] = ()) -> Begun:
         """Enter a run that takes its first sample next into the ledger of runs begun.
 

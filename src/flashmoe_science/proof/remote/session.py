@@ -116,7 +116,6 @@ class HostResult:
     record: Record | None = None  # as far as it came here
     error: FlashmoeError | None = None  # why it is not there, or not complete
     stopped: bool = False  # on request
-    seconds: float = 0.0  # how long the machine was held
 
 
 def prove_on(
@@ -322,7 +321,6 @@ class _Session:
         except OSError as error:
             hint = "install an SSH client, or let FLASHMOE_SSH name one"
             raise RemoteError(f"{argv[0]} cannot be started: {error.strerror}", hint=hint) from error
-        self._began = time.monotonic()
         self._logger = threading.Thread(target=self._read_log, daemon=True)
         self._logger.start()
         for work in (self._read, lambda: self._speak(program)):
@@ -406,7 +404,6 @@ class _Session:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(10.0)
             self._logger.join(10.0)  # what ssh says last is why it ended
-            self.result.seconds = time.monotonic() - self._began if self._connected else 0.0
             self._ended.set()
             self.said.put(("ended", {}))
 
@@ -472,17 +469,10 @@ def ssh_command() -> list[str]:
 
 def _cannot_connect(name: str, log: Sequence[str]) -> RemoteError:
     """Return what ssh said, with what to do about it."""
-    text = "\n".join(log)
     last = log[-1] if log else "ssh said nothing"
     by_hand = shlex.join([*ssh_command(), name])
-    if "REMOTE HOST IDENTIFICATION HAS CHANGED" in text:
-        hint = "another machine at the same address, or somebody in between: compare the key's fingerprint with your "
-        hint += "provider's before you run ssh-keygen -R"
-        return RemoteError(f"{name} has another host key than the one that is known", hint=hint)
-    if "Host key verification failed" in text:
-        hint = f"compare its fingerprint with your provider's when you connect by hand once: {by_hand}"
-        return RemoteError(f"{name} has a host key that is not known here, and none is accepted unseen", hint=hint)
-    if "Permission denied" in text:
-        hint = f"the key has to work without a password: ssh-agent, or IdentityFile in ~/.ssh/config; try {by_hand}"
-        return RemoteError(f"{name} refuses the login: {last}", hint=hint)
-    return RemoteError(f"{name} cannot be reached: {last}", hint=f"the same as ssh sees it: {by_hand}")
+    hint = (
+        f"the same as ssh sees it: {by_hand}; a host key is not accepted unseen (compare its fingerprint with your "
+        "provider's), and the key has to work without a password: ssh-agent, or IdentityFile in ~/.ssh/config"
+    )
+    return RemoteError(f"{name} cannot be reached: {last}", hint=hint)

@@ -22,7 +22,6 @@ from ..judge.rows import (
     ArmRow,
     accuracy_rows,
     arm_rows,
-    by_role,
     commit_words,
     default_kind,
     format_bytes,
@@ -32,7 +31,6 @@ from ..judge.rows import (
     is_lowest,
     kinds_measured,
     lowest_case,
-    memory_rows,
     unmeasured,
 )
 from ..judge.run_verdicts import EXPECTATION, last_word
@@ -160,16 +158,6 @@ def _speed_table(record: Record, kind: TimeKind) -> RenderableType:
     return Group(_by_case(columns, rows), Text("\n".join(lines), "dim"))
 
 
-def memory_table(record: Record) -> RenderableType:
-    """Return what one call of every arm allocates, case by case, and how that compares with the subject's."""
-    rows: list[tuple[CaseRecord, Sequence[RenderableType]]] = []
-    for row in memory_rows(record):
-        ratio = f"{row.ratio:.3f}" if row.ratio is not None else ""
-        rows.append((row.case, [_arm_name(row.arm), f"{(row.arm.peak_bytes or 0) / 2**20:,.3f} MiB", ratio]))
-    legend = "peak memory: what one call allocates, beyond its inputs; a control's is compared with its original's"
-    return Group(_by_case(("peak memory", "times the subject's"), rows), Text(legend, "dim"))
-
-
 def _by_case(columns: Sequence[str], rows: Iterable[tuple[CaseRecord, Sequence[RenderableType]]]) -> Table:
     """Return rows of arms below the names of their cases."""
     table, shown = new_table("case and arm", *columns), None
@@ -265,25 +253,6 @@ def unmeasured_lines(record: Record) -> RenderableType | None:
     return grid
 
 
-def launch_table(record: Record) -> RenderableType:
-    """Return the kernels that every arm really launched, case by case."""
-    table = new_table("case and arm", "kernel", "grid", "block", "registers", "shared", left=2)
-    for case in record.cases:
-        launched = [arm for arm in by_role(case.arms) if arm.launches and arm.role != "control"]
-        if launched:
-            table.add_row(Text(case.name, "bold"))
-        for arm in launched:
-            for rank, launches in enumerate([arm.launches, *arm.rank_launches]):
-                shown = f"  {arm.name}, rank {rank}" if arm.rank_launches else f"  {arm.name}"
-                for number, launch in enumerate(launches):
-                    times = f"{launch.count} x " if launch.count != 1 else ""
-                    name = f"{times}{shortened_kernel(launch.name)}"
-                    grid, block = (",".join(map(str, size)) for size in (launch.grid, launch.block))
-                    memory = format_bytes(launch.shared_memory_bytes)
-                    table.add_row("" if number else shown, name, grid, block, str(launch.registers), memory)
-    return table
-
-
 def shortened_kernel(name: str) -> str:
     """Return a kernel's name without the end of its template arguments, where they are long."""
     return name if len(name) <= _LONGEST_KERNEL else f"{name[: _LONGEST_KERNEL - 3]}..."
@@ -348,20 +317,6 @@ def last_lines(record: Record) -> RenderableType:
 def _last_word(record: Record) -> tuple[Text, str]:
     word, sentence = last_word(record)
     return Text(word, "bold red" if word == "gate failed" else "bold yellow"), sentence
-
-
-def outcome_table(outcomes: Sequence[tuple[Record, Sequence[Verdict]]]) -> RenderableType:
-    """Return a line for each of several runs: the subject, the gate that stopped it or the verdict, and why."""
-    grid = new_grid(max((len(record.subject.name) for record, _ in outcomes), default=0), 12)
-    for record, verdicts in outcomes:
-        rows = [
-            (Text(verdict.status.value, _VERDICT_STYLE[verdict.status]), f"{verdict.claim.sentence}: {figure(verdict)}")
-            for verdict in verdicts
-            if verdict.gate_failed is None
-        ]
-        for number, row in enumerate(rows or [_last_word(record)]):
-            grid.add_row(Text("" if number else record.subject.name, "bold"), *row)
-    return grid
 
 
 def count_line(verdicts: Sequence[Verdict]) -> str:
