@@ -24,6 +24,11 @@ from .conftest import RUN_ID, SENTENCE
 # verify
 
 
+def test_a_file_that_is_no_record_is_said_to_be_none(run):
+    code, _, err = run("show", "README.md")
+    assert (code, err.startswith("error: README.md: is no record of a run: Invalid JSON")) == (2, True)
+
+
 def test_verify_prints_a_line_for_every_claim_and_the_count(run):
     code, out, err = run("verify")
     lines = out.splitlines()
@@ -114,7 +119,7 @@ def test_verify_with_a_record_that_cannot_be_read_judges_the_others_and_returns_
     assert out.startswith(f"inconclusive  {SENTENCE} (seed-graph) | ")
     assert "evidence/broken.json cannot be read, and may be of a run that decides it" in out
     assert out.endswith("1 record cannot be read, so no claim that may rest on it is demonstrated\n")
-    assert err.startswith(f"warning: {broken}: key (document): Invalid JSON")
+    assert err.startswith(f"warning: {broken}: is no record of a run: Invalid JSON")
     assert err.endswith("hint: restore it with git or `flashmoe export`, or take it out of evidence/\n")
     document = json.loads(run("verify", "--json")[1])
     assert (document["exit_code"], len(document["unreadable"])) == (2, 1)

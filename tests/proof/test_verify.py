@@ -261,7 +261,9 @@ def test_a_pinned_record_that_cannot_be_read_leaves_the_claim_open_and_is_named(
     (repository.root / "evidence" / "run.json").write_text("{")
     (verdict,) = verify_claims(repository.root, on_trouble=lambda _: None)
     assert verdict.status is VerdictStatus.INCONCLUSIVE
-    assert verdict.reason.startswith("evidence/run.json, which it pins, cannot be read: key (document): Invalid JSON")
+    assert verdict.reason.startswith(
+        "evidence/run.json, which it pins, cannot be read: is no record of a run: Invalid JSON"
+    )
 
 
 def test_a_claim_without_evidence_says_which_record_could_not_be_read(repository):

@@ -38,6 +38,7 @@ def diagnose(
     """Test every hypothesis of why a kernel is slow: confirmed, ruled out or undecided, with the numbers.
 
     Causes come first, sorted by the part of a call that each explains, with a remedy and the most that it can gain.
+    It needs a GPU.
 
     \b
     Examples:
@@ -47,7 +48,7 @@ def diagnose(
     \b
     Exit codes:
       0  every call was timed and diagnosed     3  the kernel cannot be built or imported
-      2  wrong usage                            4  a call could not be timed
+      2  wrong usage, or no GPU                 4  a call could not be timed
     """
     terminal = Terminal(as_json=as_json)
     chosen = load_subject(subject)

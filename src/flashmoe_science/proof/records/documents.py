@@ -127,7 +127,8 @@ def parse_record(text: str, where: object) -> Record:
         first = (unknown or error.errors())[0]
         key = ".".join(str(part) for part in first["loc"]) or "(document)"
         said = first["msg"].removeprefix("Value error, ")
-        why = newer or f"key {key}: {'unknown key' if unknown else said}"
+        place = "is no record of a run" if first["type"] == "json_invalid" else f"key {key}"
+        why = newer or f"{place}: {'unknown key' if unknown else said}"
         raise EvidenceError(f"{where}: {why}", hint=NEWER if newer or unknown else "") from error
     if record.schema_version > SCHEMA_VERSION:  # a name that is known may mean something else there
         raise EvidenceError(f"{where}: {_newer_schema(text)}", hint=NEWER)

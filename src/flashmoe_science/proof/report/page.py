@@ -193,8 +193,8 @@ def _gates(record: Record) -> list[Table | Lines]:
     rows = []
     for gate in record.gates:
         took = "" if gate.status.value == "not reached" else f"{gate.seconds:.1f} s"
-        hint = f" Hint: {as_sentence(gate.hint)}" if gate.hint else ""
-        rows.append((gate.name, gate.status.value, f"{as_sentence(gate.summary)}{hint}", took))
+        hint = f". Hint: {gate.hint}".replace("`", "") if gate.hint else ""  # no cell of a page is code
+        rows.append((gate.name, gate.status.value, f"{gate.summary}{hint}", took))
     details = [Lines(gate.name, gate.details, gate.status.value == "failed") for gate in record.gates if gate.details]
     return [Table("", ("gate", "result", "what it showed", "took"), rows, words=3), *details]
 
