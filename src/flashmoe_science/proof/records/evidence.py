@@ -41,6 +41,8 @@ RecordId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.@-
 
 Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 
+_NAME_BYTES, _PATH_BYTES = 200, 2000  # of what a record names: any file system has them
+
 CLOCK_SKEW = timedelta(days=1)
 _FIRST_MOMENT = datetime(2000, 1, 1, tzinfo=timezone.utc)  # no run is older, and no zone takes it out of the calendar
 
@@ -53,13 +55,28 @@ def _moment_of_the_past(moment: datetime) -> datetime:
     return moment
 
 
+def _place(path: str) -> str:
+    if len(path.encode()) > _PATH_BYTES or any(len(part.encode()) > 255 for part in PurePosixPath(path).parts):
+        raise ValueError(f"expected a path that a file can have, got {path[:40]!r} ...")
+    return path
+
+
+def _name(name: str) -> str:
+    if not name.strip() or len(name.encode()) > _NAME_BYTES:
+        raise ValueError(f"expected a name of 1 to {_NAME_BYTES} bytes, got {name[:40]!r}")
+    return name
+
+
 def _folder_below(folder: str) -> str:
-    path = PurePosixPath(folder)
+    path = PurePosixPath(_place(folder))
     if path.is_absolute() or ".." in path.parts or "\\" in folder or "\0" in folder:
         raise ValueError(f"expected a folder inside the repository, got {folder!r}")
     return folder
 
 
+# Names and paths are looked for as files.
+Name = Annotated[str, AfterValidator(_name)]
+Place = Annotated[str, AfterValidator(_place)]
 # Moments are compared with one another: one that names no zone is UTC.
 Moment = Annotated[datetime, AfterValidator(_moment_of_the_past)]
 FolderBelow = Annotated[str, AfterValidator(_folder_below)]
@@ -112,7 +129,7 @@ class Launch(Model):
 class SourceFile(Model):
     """A file whose content decided the result. ``path`` is relative to the subject's folder."""
 
-    path: str
+    path: Place
     sha256: str
 
 
@@ -344,7 +361,7 @@ class TreeState(Model):
 class SubjectInfo(Model):
     """What was on trial."""
 
-    name: str
+    name: Name
     operator: str
     entry_point: str
     sources: list[SourceFile] = Field(default_factory=list)
@@ -396,8 +413,8 @@ class Record(Model):
     complete: bool
     incomplete_reason: str = ""
     subject: SubjectInfo
-    suite: str
-    baselines: list[str]
+    suite: Name
+    baselines: list[Name]
     environment: Environment
     settings: Settings
     method: str = ""  # of older records, and ignored: a hash of the source that took times
