@@ -124,6 +124,9 @@ class SymmetricMemory:
         self._before += [] if self._buffer is None else [self._buffer]
         with collective(self._group, "rendezvous of symmetric memory"):
             self._buffer = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+            # The pads of its barriers are set to 0 on the stream. Behind other work that comes after a rank that is
+            # ahead has signalled: the signal is lost, and a barrier waits for ever.
+            torch.cuda.synchronize(device)
             self._handle = symmetric_memory.rendezvous(self._buffer, self._group)
 
     def message(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
