@@ -43,6 +43,7 @@ NASTY = [
     "\x9b31m",
     "\u202egnp.exe",
     "a\u200bb\ufeff",
+    "\u180f\U0001bca0",
     "\u200b::error::g",
     "=HYPERLINK(1)",
     "  +1",
@@ -66,7 +67,9 @@ COMMAND = re.compile(r"^\W*::|##\w*\[", re.MULTILINE)
 
 
 def is_unseen(letter):
-    return letter not in "\n\t" and unicodedata.category(letter) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+    return letter == "\u180f" or (
+        letter not in "\n\t" and unicodedata.category(letter) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+    )  # a variation selector is a mark
 
 
 def mixed(number):

@@ -11,8 +11,9 @@ Place = Literal["terminal", "xml", "html", "csv", "markdown"]
 
 # Letters that nobody sees and that change what is seen: escape sequences, directions, joiners, halves of letters.
 _UNSEEN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180e\u200b-\u200f\u2028-\u202e"
-    "\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\ufffe\uffff\ud800-\udfff\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e"
+    "\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\ufffe\uffff\ud800-\udfff"
+    "\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
 )
 # How continuous integration is told to do something by what is printed; GitHub's runner reads it behind blanks too.
 _COMMAND = re.compile(r"^((?:\x1b\[[0-9;]*m|\s)*):(?=:)|#(?=#\w*\[)", re.MULTILINE)
