@@ -29,7 +29,6 @@ VERBS = (
         "readme",
         "claim new",
         "lint",
-        "cost",
         "sign",
     ),
 )
