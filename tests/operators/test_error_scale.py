@@ -120,24 +120,30 @@ def test_the_frameworks_own_run_is_right_and_what_is_a_tenth_too_large_is_not(na
         assert max(of_element, of_row) > 1.5
 
 
-def test_the_scale_of_attention_is_its_formula():
-    u, keys = 2.0**-8, 50
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_the_scale_of_attention_is_its_formula(head_dim):
+    """With a head of 64 q times the scale is exact, with one of 80 it is rounded."""
+    u, keys, is_rounded = 2.0**-8, 50, head_dim == 80
     generator = torch.Generator().manual_seed(3)
-    q, k, v = (torch.randn(1, 2, keys, 64, generator=generator).bfloat16() for _ in range(3))
+    q, k, v = (torch.randn(1, 2, keys, head_dim, generator=generator).bfloat16() for _ in range(3))
     found = forward_scale(q, k, v, causal=True, softmax_scale=None)
     q, k, v = (x[0, 1].double() for x in (q, k, v))
     for row in (0, 1, 7, 49):
-        s = (q[row] * k[: row + 1]).sum(-1) / 8
+        products = q[row] * k[: row + 1] * head_dim**-0.5
+        s = products.sum(-1)
         p = s.softmax(-1)[:, None]
         size = torch.maximum(s.max() - s, s.abs())[:, None]
+        square = size**2 + is_rounded * products.square().sum(-1, keepdim=True)
+        square = square + (p**2 * square).sum()
+        size = size + is_rounded * q[row].norm() * k[: row + 1].norm(dim=-1, keepdim=True) * head_dim**-0.5
         seen = v[: row + 1]
         o = (p * seen).sum(0)
         bound = o.abs() + (p * (1 + size + (p * size).sum()) * seen.abs()).sum(0)
-        deviation = (o**2 / 3 + (p**2 * (1 + size**2) * seen**2).sum(0) / 3).sqrt()
+        deviation = (o**2 / 3 + (p**2 * (1 + square) * seen**2).sum(0) / 3).sqrt()
         wide = 2.0**-24 * (4 + math.sqrt(keys)) * (p * seen.abs()).sum(0)
         expected = u * torch.minimum(bound, 6 * deviation) + wide
         torch.testing.assert_close(found.largest[0, 1, row].double(), expected, rtol=2e-3, atol=0)
-        of_keys = p**2 * (1 + size**2) * seen.square().sum(-1, keepdim=True)
+        of_keys = p**2 * (1 + square) * seen.square().sum(-1, keepdim=True)
         terms = min(
             (of_keys.sum() ** 2 / of_keys.square().sum()).item(), (deviation**2).sum() ** 2 / (deviation**4).sum()
         )
@@ -149,10 +155,16 @@ def test_the_scale_of_attention_is_its_formula():
 
 @pytest.mark.parametrize(
     ("suite", "draw"),
-    [("seed", 0), ("train-packed", 0), pytest.param("moe-train", 0, marks=pytest.mark.exhaustive), ("moe-train", 571)],
+    [
+        *(("seed", 0), ("train-packed", 0), ("decode-fp8", 37), ("moe-train", 571)),
+        pytest.param("moe-train", 0, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_the_judge_takes_right_kernels_of_the_smallest_case_of_a_suite(suite, draw):
-    """In draw 571 the framework's largest error of dw_down is lucky: a right kernel's is 2.5 times as large."""
+    """In draw 571 the framework's largest error of dw_down is lucky: a right kernel's is 2.5 times as large.
+
+    In draw 37 of fp8 the framework's run was off in a whole row, while it rounded the caches' scales.
+    """
     with torch.no_grad():
         found = simulation.OfSuite(suite).judge(simulation.SEED + draw)
     for of_element, of_row, refused in found.values():
@@ -310,3 +322,15 @@ def test_a_row_that_sees_no_key_is_exactly_zero():
     assert scale.largest[0, 0, 2:].min().item() > 0
     empty = forward_scale(q, k[:, :, :0], v[:, :, :0], causal=False, softmax_scale=None)
     assert empty.largest.abs().max().item() == 0.0
+
+
+def test_an_eager_run_is_right_where_q_times_the_scale_is_rounded():
+    """Few keys and a scale that is no power of two: 4 of 100 draws failed, by up to 1.34 times what is allowed."""
+    operator: Any = load_operator("attention")
+    table = {"batch": 1, "heads": 64, "heads_kv": 1, "seqlen_q": 3, "head_dim": 512, "dtype": "bf16", "causal": True}
+    problem = operator.parse_case({**table, "sinks": "bf16"})
+    for seed in range(60):
+        inputs = operator.make_inputs(problem, seed=seed, device="cpu")
+        exact, low = operator.exact(problem, inputs), operator.low_precision(problem, inputs)
+        (scale,) = operator.error_scale(problem, inputs)
+        assert float(find_shares(low, exact, Allowed(*scale)).max()) < 0.9

@@ -70,19 +70,24 @@ def test_layouts_keep_values_and_change_strides_and_addresses():
     tensors = {"q": torch.randn(2, 3, 5, 8), "k": torch.randn(2, 3, 5, 8), "n": torch.arange(3)}
     strided = laid_out("strided", tensors, ("q", "k"), ("k",))
     assert strided is not None
-    assert strided["q"].stride() == (5 * 3 * 16, 16, 3 * 16, 1)
+    assert strided["q"].stride() == (13 * 11 * 16, 16, 11 * 16, 1)
     odd = laid_out("odd_offset", tensors, ("q", "k"), ("k",))
     assert odd is not None
     assert odd["k"].data_ptr() % 16 == 4
     assert odd["k"].is_contiguous()
+    for x in (strided["k"], odd["k"]):
+        memory = torch.empty(0).set_(x.untyped_storage(), 0, (x.untyped_storage().nbytes() // 4,), (1,))
+        assert int((~memory.isnan()).sum()) == x.numel()
+        assert bool(memory[-1].isnan())
     for found in (strided, odd):
         assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
         assert found["n"] is tensors["n"]
-    expanded = laid_out("expanded", tensors, ("q", "k"), ("k",))
+    expanded = laid_out("expanded", tensors, ("q", "k"), ("k", "q"))
     assert expanded is not None
-    assert expanded["k"].stride(0) == 0
+    assert expanded["k"].stride()[:2] == (0, 40)
+    assert expanded["q"].stride()[:2] == (120, 0)
     assert torch.equal(expanded["k"][1], tensors["k"][0])
-    assert expanded["q"] is tensors["q"]
+    assert torch.equal(expanded["q"][:, 2], tensors["q"][:, 0])
     assert laid_out("expanded", {"k": torch.randn(1, 1, 5, 8)}, (), ("k",)) is None
 
 

@@ -13,10 +13,13 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
+from flashmoe_science.attention import reference
 from flashmoe_science.errors import ProofError
+from flashmoe_science.moe.reference import activate
 from flashmoe_science.proof.judge.statistics import interval, log_ratios
-from flashmoe_science.proof.measure.correctness import WrongResultError, check_case
+from flashmoe_science.proof.measure.correctness import WrongResultError, check_case, check_stress
 from flashmoe_science.proof.measure.shared_state import SharedState
+from flashmoe_science.proof.subject.loading import load_operator
 from flashmoe_science.proof.worker import run_task
 
 from .bench import Bench
@@ -130,6 +133,102 @@ def test_an_operator_whose_inputs_prove_nothing_is_refused(make, reason):
 
     with pytest.raises(ProofError, match=reason):
         check(attend, operator=Constant())
+
+
+def test_a_sign_that_is_put_off_is_refused():
+    with pytest.raises(WrongResultError, match="the first call: returned a tensor whose sign is put off"):
+        check(lambda q, k, v, **kwargs: torch._neg_view(-attend(q, k, v, **kwargs)))
+
+
+# What one stress draw shows, and no draw of standard normal values in contiguous tensors does.
+
+
+def attend_to(q, k, v, *, causal=False, softmax_scale=None):
+    return reference.attention(q, k, v, causal=causal, softmax_scale=softmax_scale)[0].to(q.dtype)
+
+
+def values_by_strides_of_keys(q, k, v, **options):
+    return attend_to(q, k, v.as_strided(v.shape, k.stride()), **options)
+
+
+def a_row_behind_the_values_times_0(q, k, v, **options):
+    """As a tile that is loaded without a mask, behind the last key."""
+    out, (batch, heads, keys, size) = attend_to(q, k, v, **options), v.shape
+    behind = v.storage_offset() + sum((n - 1) * step for n, step in zip((batch, heads), v.stride(), strict=False))
+    behind += keys * v.stride(2)
+    whole = v.untyped_storage().nbytes() // v.element_size()
+    if behind + size <= whole:
+        out += 0 * v.as_strided((size,), (1,), behind)
+    return out
+
+
+def attend_to_cache(q, k_cache, v_cache, *, page_table, cache_seqlens, causal, softmax_scale):
+    outs = []
+    for one, pages, length in zip(q, page_table.long(), cache_seqlens.tolist(), strict=True):
+        k, v = (cache[pages].flatten(0, 1)[:length].transpose(0, 1) for cache in (k_cache, v_cache))
+        outs.append(attend_to(one[None], k[None], v[None], causal=causal, softmax_scale=softmax_scale))
+    return torch.cat(outs)
+
+
+def whole_pages(q, k_cache, v_cache, *, cache_seqlens, page_table, **options):
+    full = torch.full_like(cache_seqlens, page_table.shape[1] * k_cache.shape[1])
+    return attend_to_cache(q, k_cache, v_cache, page_table=page_table, cache_seqlens=full, **options)
+
+
+def one_length_for_all(q, k_cache, v_cache, *, cache_seqlens, **options):
+    return attend_to_cache(q, k_cache, v_cache, cache_seqlens=cache_seqlens[:1].expand(len(q)), **options)
+
+
+def ask_experts(x, w_gate_up, w_down, weights, ids, **_):
+    out = torch.zeros(x.shape)
+    for expert, (up, down) in enumerate(zip(w_gate_up.float(), w_down.float(), strict=True)):
+        tokens, slots = torch.where(ids == expert)
+        h = activate(x[tokens].float() @ up.T, activation="swiglu").to(x.dtype)
+        out.index_add_(0, tokens, (h.float() @ down.T) * weights[tokens, slots, None].float())
+    return out.to(x.dtype)
+
+
+def weights_that_sum_to_1(x, w_gate_up, w_down, weights, ids, **options):
+    return ask_experts(x, w_gate_up, w_down, weights / weights.sum(-1, keepdim=True), ids, **options)
+
+
+def experts_with_a_capacity(x, w_gate_up, w_down, weights, ids, **options):
+    kept, most = weights.clone(), int(1.5 * ids.numel() / len(w_down))
+    for expert in range(len(w_down)):
+        tokens, slots = torch.where(ids == expert)
+        kept[tokens[most:], slots[most:]] = 0
+    return ask_experts(x, w_gate_up, w_down, kept, ids, **options)
+
+
+FIXED = {"batch": 2, "heads": 2, "seqlen_q": 33, "head_dim": 16, "dtype": "fp16"}
+CACHE = {"batch": 2, "heads": 2, "seqlen_k": 48, "head_dim": 16, "page_size": 16, "dtype": "fp16"}
+EXPERTS = {"tokens": 8, "experts": 4, "top_k": 2, "hidden": 64, "inter": 32, "dtype": "fp16"}
+
+
+@pytest.mark.parametrize(
+    ("operator", "table", "right", "wrong", "draw"),
+    [
+        ("attention", FIXED, attend_to, values_by_strides_of_keys, "expanded"),
+        ("attention", FIXED, attend_to, a_row_behind_the_values_times_0, "strided"),
+        ("attention_cache", CACHE, attend_to_cache, whole_pages, "short_caches"),
+        ("attention_cache", CACHE, attend_to_cache, one_length_for_all, "short_caches"),
+        ("moe", EXPERTS, ask_experts, weights_that_sum_to_1, "peaked_routing"),
+        ("moe", EXPERTS, ask_experts, experts_with_a_capacity, "peaked_routing"),
+    ],
+)
+def test_what_one_stress_draw_shows(operator, table, right, wrong, draw):
+    operator = load_operator(operator)
+    problem = operator.parse_case(table)
+    others = [each for each in operator.stress_draws if each != draw]
+
+    def ask(entry, not_served):
+        return check_stress(operator, entry, problem, device="cpu", seed=7, not_served=not_served, passed=set())
+
+    assert ask(right, others) == [draw]
+    with pytest.raises(WrongResultError, match=f"stress draw {draw}: (error|NaN)"):
+        ask(wrong, others)
+    if wrong is not experts_with_a_capacity:  # of few tokens some drop out by chance
+        ask(wrong, [draw])
 
 
 # What all arms share.

@@ -82,7 +82,7 @@ class DecodeOperator(KernelOperator):
     preparer = "..attention.decode.prepare:prepare_cache_kernels"
     instead = "decode_triton"
     spill_bytes = {"_decode_kernel": 16}  # of MLA over fp8 caches with a scale a token on sm_90, by Triton 3.6
-    stress_draws = (*OF_VALUES, "strided", "odd_offset")
+    stress_draws = (*OF_VALUES, "short_caches", "strided", "odd_offset")
     laid_out = ("q",)  # a cache is allocated once, by whom it serves
 
     def make_problem(self, table: dict[str, Any]) -> CacheProblem:
@@ -185,7 +185,12 @@ class DecodeOperator(KernelOperator):
             pages = inputs["page_table"].long()
             caches = [cache[pages].flatten(1, 2) for cache in caches]
         k, v = (cache.transpose(1, 2) for cache in caches)
-        options = {"causal": problem.causal, "softmax_scale": problem.softmax_scale}
+        options: dict[str, Any] = {"causal": problem.causal, "softmax_scale": problem.softmax_scale}
+        if "cache_seqlens" in inputs:
+            rows, keys = (torch.arange(size, device=k.device) for size in (problem.seqlen_q, k.shape[2]))
+            ends = inputs["cache_seqlens"][:, None, None, None]
+            last = ends - problem.seqlen_q + rows[:, None] if problem.causal else ends - 1
+            options |= {"mask": (keys <= last).expand(-1, -1, problem.seqlen_q, -1), "causal": False}
         return (forward_scale(inputs["q"], k, v, **options),)
 
     def smaller(self, problem: CacheProblem, device: str) -> CacheProblem:
@@ -200,6 +205,12 @@ class DecodeOperator(KernelOperator):
 
     def change_values(self, draw: str, problem: CacheProblem, inputs: Inputs) -> bool:
         """Change q and the caches; each page begins with a sink."""
+        if draw == "short_caches":  # each sequence has another length, and pages that it does not use
+            if (lengths := inputs.get("cache_seqlens")) is None:
+                return False
+            parts = torch.arange(1, problem.batch + 1, device=lengths.device) * problem.capacity // (problem.batch + 1)
+            lengths.copy_((parts - 3).clamp_min(problem.seqlen_q))
+            return True
         if problem.is_fp8:
             return False
         if draw == "neighbours":

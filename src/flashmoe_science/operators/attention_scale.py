@@ -2,7 +2,8 @@
 
 P is rounded before the product with V, and scores may be, before or after the maximum is subtracted: a framework's
 eager run does so. So an element of P has a relative error of u (1 + |s|), where s is the score or its distance to the
-row's maximum, whichever is larger. The sum of q . k in fp32 adds to that.
+row's maximum, whichever is larger. The sum of q . k in fp32 adds to that, and so does q times the scale, which is
+rounded before that sum unless the scale is a power of two.
 """
 
 from __future__ import annotations
@@ -124,26 +125,39 @@ def _chunks(
             None if alibi is None else grouped(alibi.expand(batch, heads)[b, mine]),
             None if bias is None else grouped(bias.expand(batch, heads, -1, -1)[b, mine, chunk, :end]),
         )
-        weights, total, _, capped = _weigh_rows(
+        weights, total, top, capped = _weigh_rows(
             some_q, some_k, *more,
             position=first + seqlen_k - seqlen_q, scale=scale, causal=causal, window=window, softcap=softcap,
             mask=None if shown is None else _grouped(shown(b, mine, chunk)[..., :end], group),
         )  # fmt: skip
         total = torch.where(total == 0, 1.0, total)[..., None]
         own = softcap * capped if capped is not None else some_q @ some_k.mT * scale
-        rounded = torch.maximum(weights.clamp_min(_NEVER).log_().neg_(), own.abs_())  # of scores, before and after
+        below = weights.clamp_min(_NEVER).log_().neg_()
+        added = None  # a score and what is added to it: their sum is rounded once more
+        if any(each is not None for each in more[1:]):
+            added = (top[..., None] - below).abs_().clamp_max_(1 / low.u)
+        rounded = torch.maximum(below, own.abs_())  # of scores, before and after the maximum is subtracted
         p = weights.div_(total)
         stored = (p > 0) * (low.tiny / total)
         stored.add_(p, alpha=low.u)  # P, before it is divided by the sum
         scores = _Scores(p, p, stored.clone(), stored.square_().div_(3))
         rounded.mul_(p)
-        scores.add_error(rounded, low.u)
-        # Scores that are rounded change the sum as well.
-        scores.bound.addcmul_(p, low.u * rounded.sum(-1, keepdim=True))
+        bound, squares = rounded, rounded.square()
+        if added is not None:
+            bound.add_(added.mul_(p))
+            squares.addcmul_(added, added)
         lengths = some_q.norm(dim=-1, keepdim=True) * abs(scale) * some_k.norm(dim=-1)[..., None, :]
         lengths.mul_(p)
         scores.add_error(lengths, 2 * WIDE)
         scores.bound.add_(lengths, alpha=WIDE * math.sqrt(head_dim))
+        if math.frexp(scale)[0] not in (0.5, -0.5):  # q times the scale is rounded, in each product of the sum
+            bound.add_(lengths)
+            products = some_q.square() @ some_k.square().mT
+            squares.add_(products.mul_(p).mul_(p), alpha=scale**2)
+        # Scores that are rounded change the sum as well, and with it each element.
+        scores.bound.add_(bound, alpha=low.u).addcmul_(p, low.u * bound.sum(-1, keepdim=True))
+        squares.addcmul_(p, p * squares.sum(-1, keepdim=True))
+        scores.variance.add_(squares, alpha=low.u**2 / 3)
         slope = None if capped is None else 1 - capped.square()
         yield _Rows(b, mine, its, chunk, some_q, some_k, some_v, scores, slope)
 

@@ -190,9 +190,10 @@ class MoeOperator(KernelOperator):
             x[-1] *= 4
         elif draw == "large_activations":
             x *= 6
-        elif draw == "peaked_routing":  # one expert of each token has all the weight
+        elif draw == "peaked_routing":  # all tokens ask for the same experts, of which one has all the weight, not 1
+            inputs["topk_ids"].copy_(inputs["topk_ids"][:1].clone())
             weights.zero_()
-            weights[:, 0] = 1
+            weights[:, 0] = 1.5
         elif draw == "repeated_rows":
             x[1::2] = x[: x.shape[0] // 2 * 2 : 2]
         elif draw == "neighbours":

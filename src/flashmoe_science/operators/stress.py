@@ -15,7 +15,7 @@ OF_VALUES = ("outliers", "sink_key", "large_logits", "peaked_rows", "repeated_ro
 OF_LAYOUT = ("strided", "expanded", "odd_offset")
 _LARGE = 120.0  # exp of it overflows in fp32, and of its negative it is 0
 _SINK = 8.0  # above the other scores: as most of a row's weight as in trained models
-_PADDING = 8  # elements between rows: 16 bytes of a 16-bit format
+_PADDING = 8  # rows and elements around what is read: 16 bytes of a 16-bit format
 
 
 def stress_attention(draw: str, q: Tensor, k: Tensor, v: Tensor | None, scale: float, first: Sequence[int]) -> None:
@@ -64,40 +64,41 @@ def laid_out(
         draw: one of ``OF_LAYOUT``.
         tensors: inputs by name.
         names: those of them that are laid out anew.
-        expanded: those that may be expanded, along the first axis that is longer than 1.
+        expanded: those that may be expanded, each along another axis that is longer than 1: their strides differ.
 
     Returns:
         All inputs; None where none can be expanded.
     """
     if draw == "expanded":
-        wide = {name: _expanded(tensors[name]) for name in expanded if name in tensors}
+        there = [name for name in expanded if name in tensors]
+        wide = {name: _expanded(tensors[name], place) for place, name in enumerate(there)}
         found = {name: x for name, x in wide.items() if x is not None}
         return {**tensors, **found} if found else None
     change = {"strided": _strided, "odd_offset": _at_odd_offset}[draw]
     return {name: change(x) if name in names else x for name, x in tensors.items()}
 
 
-def _expanded(x: Tensor) -> Tensor | None:
-    """Return the first of an axis in place of all others, with stride 0; the last two axes stay."""
-    axis = next((axis for axis in range(x.dim() - 2) if x.shape[axis] > 1), None)
-    return None if axis is None else x.narrow(axis, 0, 1).expand(x.shape)
+def _expanded(x: Tensor, place: int) -> Tensor | None:
+    """Return the first of the axis at ``place`` for all others, with stride 0; the last two axes stay."""
+    axes = [axis for axis in range(x.dim() - 2) if x.shape[axis] > 1]
+    return x.narrow(axes[place], 0, 1).expand(x.shape) if place < len(axes) else None
 
 
 def _strided(x: Tensor) -> Tensor:
-    """Return ``[..., M, N, D]`` as a part of ``[..., N, M, D + 8]``."""
+    """Return ``[..., M, N, D]`` as a part of ``[..., N + 8, M + 8, D + 8]``: nothing may read the NaN of the rest."""
     order = [*range(x.dim())]
     if x.dim() > 2:
         order[-3], order[-2] = order[-2], order[-3]
     shape = [x.shape[axis] for axis in order]
-    wide = torch.empty(*shape[:-1], shape[-1] + _PADDING, dtype=x.dtype, device=x.device)
-    wide.fill_(torch.nan)  # nothing may read it
-    return wide[..., : shape[-1]].permute(order).copy_(x)
+    around = (*shape[:-3], *(size + _PADDING for size in shape[-3:]))
+    wide = torch.full(around, torch.nan, dtype=x.dtype, device=x.device)
+    return wide[tuple(slice(size) for size in shape)].permute(order).copy_(x)
 
 
 def _at_odd_offset(x: Tensor) -> Tensor:
-    """Return it one element behind an address that the allocator aligned."""
-    memory = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)
-    return memory[1:].view(x.shape).copy_(x)
+    """Return it one element behind an address that the allocator aligned, between numbers that are NaN."""
+    memory = torch.full((x.numel() + 2 * _PADDING,), torch.nan, dtype=x.dtype, device=x.device)
+    return memory[_PADDING + 1 :][: x.numel()].view(x.shape).copy_(x)
 
 
 def halved(size: int, least: int, fits: Callable[[int], bool]) -> int:

@@ -115,12 +115,15 @@ def _gather(
         cache, shared = tensors[f"{side}_cache"], side == "v" and problem.shared_kv
         scale = tensors.get("k_scale" if shared else f"{side}_scale")
         rows = rows_of(cache.view(torch.uint8)).view(cache.dtype) if problem.is_fp8 else rows_of(cache)
-        rows = rows.to(dtype).transpose(0, 1)
-        if scale is not None and (problem.k_by_token if shared else by_token):
-            rows = rows * rows_of(scale).to(dtype).transpose(0, 1)[..., None]
-        elif scale is not None:
-            rows = rows * (scale if scale.dim() == 0 else scale[:, None, None]).to(dtype)
-        found.append(rows)
+        rows = rows.transpose(0, 1)
+        if scale is not None:  # it is fp32, and so is the product before it is rounded
+            if problem.k_by_token if shared else by_token:
+                scale = rows_of(scale).transpose(0, 1)[..., None]
+            elif scale.dim():
+                scale = scale[:, None, None]
+            wide = torch.promote_types(torch.float32, dtype)
+            rows = rows.to(wide) * scale.to(wide)
+        found.append(rows.to(dtype))
     return found[0], found[1]
 
 

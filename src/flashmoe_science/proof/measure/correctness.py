@@ -325,7 +325,7 @@ def _check_output(output: torch.Tensor, wanted: Expected, device: str, which: st
 def not_plain(output: torch.Tensor) -> str:
     """Return why ``output`` may be work that is put off until somebody looks at it, or an empty text."""
     if type(output) is torch.Tensor:
-        return ""
+        return "returned a tensor whose sign is put off" if output.is_neg() or output.is_conj() else ""
     return f"returned {type(output).__name__}, expected a plain tensor: one of a class of its own can put work off"
 
 
