@@ -29,6 +29,7 @@ VERBS = (
         "readme",
         "claim new",
         "lint",
+        "cost",
         "sign",
     ),
 )

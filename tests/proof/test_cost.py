@@ -16,6 +16,8 @@ from flashmoe_science.proof.cost.cost import (
     PastRun,
     Rates,
     RunSize,
+    Sum,
+    add_up,
     estimate,
     load_rates,
     model_seconds,
@@ -131,12 +133,24 @@ def test_the_bill_of_a_comparison_is_of_both_revisions():
     assert [set(one.estimate.gpu_seconds) for one in bills if one.estimate] == [{"launch", "correct"}, set(GPU_GATES)]
 
 
-def test_a_comparison_is_booked_with_the_gates_of_both_revisions():
+def test_a_comparison_is_booked_with_the_gates_of_both_revisions(tmp_path):
     sides = [Revision(label=label, commit="0" * 40, arm=label, gates=spending(3, 2).gates) for label in ("A", "B")]
     record = spending(8, 4, 8, 82)
     record = record.model_copy(update={"compared": Compared(a=sides[0], b=sides[1], tolerance=0.01)})
     assert spent_seconds(record) == 8 + 4 + 8 + 82 + 3 + 2
-    assert summarize(record).gpu_seconds == dict(zip(GPU_GATES, (11, 6, 8, 82), strict=True))
+    store = Store(tmp_path / "runs")
+    store.save(record)
+    sums = add_up(Archive(store, None).runs(), lambda _, gate: gate, lambda _: None)
+    assert {gate: total.gpu_seconds for gate, total in sums.items()} == dict(
+        zip(GPU_GATES, (11, 6, 8, 82), strict=True)
+    )
+
+
+def test_runs_are_summed_at_the_current_price():
+    run = summarize(spending(0, 0, 1800, 1800))
+    sums = add_up([run, replace(run, gpu="unknown")], lambda run, _: run.gpu, {run.gpu: 4.0}.get)
+    assert sums == {run.gpu: Sum(3600.0, 4.0, 0.0), "unknown": Sum(3600.0, 0.0, 3600.0)}
+    assert add_up([run], lambda *_: "", lambda _: 0.0) == {"": Sum(3600.0, 0.0, 0.0)}  # nothing is a price
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashmoe_science.proof.subject.failure_hints import explain_build, explain_import
+from flashmoe_science.proof.subject.failure_hints import explain_build, explain_import, without_own_frames
 
 
 @pytest.mark.parametrize(
@@ -71,3 +71,45 @@ def test_a_failed_build_is_explained(output, line, hint):
     assert said.startswith(line)
     assert hint in mend
     assert bool(hint) == bool(mend)
+
+
+CRASH = """\
+Fatal Python error: Segmentation fault
+Thread 0x00007f1d25cce6c0 (most recent call first):
+  File "flashmoe_science/proof/worker.py", line 367 in watch
+  File "<python>/lib/python3.11/threading.py", line 982 in run
+Current thread 0x00007f1d26aa8b80 (most recent call first):
+  File "./mod_crash.py", line 3 in attend
+  File "flashmoe_science/proof/check.py", line 133 in __call__
+  File "<string>", line 1 in <module>"""
+
+TRACEBACK = """\
+Traceback (most recent call last):
+  File "flashmoe_science/proof/worker.py", line 335, in main
+    answer = {"result": function(request["payload"])}
+                        ^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+  File "<python>/lib/python3.11/importlib/__init__.py", line 126, in import_module
+    return _bootstrap._gcd_import(name[level:], package, level)
+  File "./mod_raises.py", line 1, in <module>
+    raise RuntimeError("no license")
+RuntimeError: no license"""
+
+
+def test_of_a_stack_the_frames_of_the_subject_are_shown():
+    assert without_own_frames(CRASH.splitlines()) == [
+        "Fatal Python error: Segmentation fault",
+        "Current thread 0x00007f1d26aa8b80 (most recent call first):",
+        '  File "./mod_crash.py", line 3 in attend',
+    ]
+    assert without_own_frames(TRACEBACK.splitlines()) == [
+        "Traceback (most recent call last):",
+        '  File "./mod_raises.py", line 1, in <module>',
+        '    raise RuntimeError("no license")',
+        "RuntimeError: no license",
+    ]
+
+
+def test_a_stack_of_our_own_and_what_is_no_stack_are_shown_whole():
+    own = [line for line in TRACEBACK.splitlines() if "mod_raises" not in line and "raise " not in line]
+    assert without_own_frames(own) == own
+    assert without_own_frames(["error: no nvcc", "    indented"]) == ["error: no nvcc", "    indented"]

@@ -19,10 +19,12 @@ from flashmoe_science import cli
 from flashmoe_science.errors import ProofError, SubjectError
 from flashmoe_science.proof.compare.compare import Effect, compare_revisions, exit_code
 from flashmoe_science.proof.compare.revisions import checked_out, find_revision, prove_revisions, subjects_at
+from flashmoe_science.proof.cost.cost import Estimate
 from flashmoe_science.proof.gates import chain, run
 from flashmoe_science.proof.gates.run import passed
 from flashmoe_science.proof.records.documents import read_record, write_record
 from flashmoe_science.proof.records.evidence import GateStatus
+from flashmoe_science.proof.records.store import Archive, Store
 from flashmoe_science.proof.subject.loading import load_entry, load_operator
 from flashmoe_science.proof.subject.operator import ours
 from flashmoe_science.proof.subject.registry import BUILTIN_OPERATORS
@@ -317,6 +319,29 @@ def test_each_revision_is_built_in_its_own_checkout(repository, fake, tmp_path):
     assert not (repository / "built").exists()
 
 
+def test_an_interruption_of_a_leaves_and_books_what_a_had_finished(repository, fake, tmp_path, monkeypatch, capsys):
+    def interrupted(payload, on_event):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fake, "_check_correct", interrupted)
+    (tmp_path / "suite.toml").write_text(SUITE)
+    monkeypatch.setenv("FLASHMOE_STORE", str(tmp_path / "runs"))
+    monkeypatch.chdir(repository)
+    arguments = ["compare", "first", "second", "--subject", "kernels", "--suite", str(tmp_path / "suite.toml")]
+    assert cli.main(arguments) == 130
+    (path,) = (repository / "evidence").glob("*.json.gz")
+    assert f"what was finished is in evidence/{path.name}" in capsys.readouterr().err
+    record = read_record(path)
+    assert record.incomplete_reason == "A (first): interrupted in gate correct"
+    assert record.compared is not None
+    assert {gate.name: gate.status.value for gate in record.compared.a.gates}["launch"] == "passed"
+    assert {gate.status.value for gate in record.gates} == {"not reached"}
+    (listed,) = Archive(Store(), None).runs()
+    assert (listed.id, "launch" in listed.gpu_seconds) == (record.id, True)
+    assert cli.main(["show", record.id]) == 0
+    assert cli.main(["runs"]) == 0
+
+
 # The command, with real workers and no GPU
 
 SUITE = """
@@ -352,6 +377,39 @@ def test_the_command_with_a_gpu_times_both_and_says_what_both_cost(repository, f
     assert document["comparison"]["effect"] == "same"
     assert document["record"]["command"].startswith("flashmoe compare first HEAD --subject kernels")
     assert str(tmp_path) not in json.dumps(document)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "stopped"),
+    # As the simulated GPU takes them: launch 2 and correct 3 of A, the same of B, then quick 5 and bench 15.
+    [(4.9, "A correct"), (6.9, "B launch"), (29.9, "B bench")],
+)
+def test_a_budget_is_of_both_revisions(repository, fake, tmp_path, monkeypatch, capsys, seconds, stopped):
+    expected = {"launch": 2.0, "correct": 3.0, "quick": 5.0, "bench": 15.0}
+    monkeypatch.setattr(
+        "flashmoe_science.proof.cost.cost.estimate",
+        lambda size, _: Estimate({name: s for name, s in expected.items() if name in size.gates}, "made up"),
+    )
+    (repository / "rates.toml").write_text("[gpu.H200]\ndollars_per_hour = 3600\n")
+    (repository / "evidence").mkdir()
+    (tmp_path / "suite.toml").write_text(SUITE)
+    monkeypatch.setenv("FLASHMOE_STORE", str(tmp_path / "runs"))
+    monkeypatch.chdir(repository)
+    options = ["--subject", "kernels", "--suite", str(tmp_path / "suite.toml"), "--budget", str(seconds), "--json"]
+    assert cli.main(["compare", "first", "second", *options]) == 4
+    document = json.loads(capsys.readouterr().out)
+    record = document["record"]
+    side, gate = stopped.split()
+    assert document["cost"]["gpu_seconds"] <= seconds
+    assert not record["complete"]
+    gates = {each["name"]: each for each in (record["compared"]["a"]["gates"] if side == "A" else record["gates"])}
+    assert gates[gate]["status"] == "not reached"
+    assert gates[gate]["summary"].startswith("the budget of $")
+    assert gates[gate]["hint"].startswith("a comparison cannot be gone on with")
+    assert f"stopped before gate {gate}: the budget" in record["incomplete_reason"]
+    if side == "A":  # nothing is paid for B
+        assert {each["gpu_seconds"] for each in record["gates"]} == {0.0}
+    assert "the run is incomplete" in " ".join(document["comparison"]["notes"])
 
 
 def start(repository, tmp_path, *arguments):

@@ -27,6 +27,7 @@ VERBS = {
     "import": ("records:import_", "Take records into the store."),
     "export": ("records:export", "Write runs to files."),
     "sign": ("records:sign", "Sign records with an SSH key."),
+    "cost": ("cost:cost", "Show what runs have cost."),
     "explain": ("explain:explain", "Show the kernel that serves a call, on any GPU."),
     "doctor": ("show:doctor", "Show what this machine has and lacks."),
     "suites": ("show:suites", "List the suites, or the cases of one."),

@@ -27,7 +27,7 @@ from ..proof.subject.suites import load_suite
 from ..proof.text import counted
 from .names import gpu_named
 from .options import Gpus, Json, Metric, Seed, StoreName, SuiteName, argument, option, split, times_of
-from .run_shared import as_typed, make_keeper, make_meter
+from .run_shared import as_typed, check_budget, make_keeper, make_meter
 from .terminal import ChainProgress, Terminal, as_plain, short_path
 
 # Three show a large difference. Fewer than six rarely show that a dozen cases are the same within 1 %.
@@ -49,6 +49,9 @@ def compare(
     processes: Annotated[int, option("", "N", "Worker processes that measure.", min=1)] = PROCESSES,
     rounds: Annotated[int, option("", "N", "Rounds in each process.", min=1)] = 10,
     seed: Seed = None,
+    budget: Annotated[
+        float | None, option("--budget", "DOLLARS", "For both revisions: stop before this is exceeded.", min=0)
+    ] = None,
     store: StoreName = None,
     as_json: Json = False,
 ) -> None:
@@ -72,7 +75,7 @@ def compare(
     asked = _find(toplevel, a), _find(toplevel, b)
     settings = Settings(times=times_of(metric) or ["graph"], processes=processes, rounds=rounds, seed=seed)
     about = {"suite": load_suite(suite), "gpus": split(gpu), "command": as_typed(context.obj or [])}
-    meter = make_meter(terminal, archive)
+    meter = make_meter(terminal, archive, check_budget(budget))
     wanted = {**about, "baselines": [], "settings": settings, "meter": meter}
     record, path = _compare_revisions(toplevel, asked, subject, wanted, tolerance, archive, terminal)
     comparison, bill = compare_revisions(record), meter.bill(record)

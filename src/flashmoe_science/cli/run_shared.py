@@ -114,10 +114,11 @@ def make_meter(terminal: Terminal, archive: Archive, budget: float | None = None
     return Meter(rates, history, budget=budget, announce=lambda bill: terminal.say(bill.announcement()))
 
 
-def check_budget(dollars: float | None) -> None:
-    """Raise ``InputError`` where it is no number."""
+def check_budget(dollars: float | None) -> float | None:
+    """Return the budget. Raises ``InputError`` where it is no number."""
     if dollars is not None and not math.isfinite(dollars):
         raise InputError(f"budget must be a number of dollars, got {dollars}")
+    return dollars
 
 
 def as_typed(args: Sequence[str]) -> str:

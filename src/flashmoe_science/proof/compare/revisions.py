@@ -16,14 +16,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...errors import FlashmoeError, ProofError, SubjectError
-from ..gates import Progress, ProveRequest, prove
-from ..records.evidence import Compared, Gate, Record, Revision
+from ..cost.cost import RunSize
+from ..gates import Progress, ProveRequest, Run, RunMeter, prove
+from ..records.evidence import Compared, Gate, GateName, Record, Revision
 from ..records.git import git
 from ..subject.loading import builtin_names, load_operator, load_subject
 from ..subject.registry import is_user_defined
 from ..subject.subject import PACKAGE_FOLDER, Checkout, Subject
 
 _CHECKED_BEFORE_TIMING = "correct"
+_LAST_WITHOUT_GPU = "import"
 
 
 @dataclass(frozen=True)
@@ -206,29 +208,81 @@ def prove_revisions(
         tolerance: the smallest effect that matters.
         progress: gets the progress of the gates.
         announce: gets a line before each revision.
-        save: gets the record after every gate of B and every measured case, an interrupted one too.
+        save: gets the record after every gate of either revision and every measured case, an interrupted one too.
     """
     b, a = request.subject, request.subject.baseline
     assert a is not None
     assert a.checkout is not None
     assert b.checkout is not None
+    second = replace(request, subject=b, baselines=[a.name], repository=b.checkout.root)
+    comparison = _Comparison(second, a, tolerance, progress)
+    if request.meter is not None:
+        second = replace(second, meter=_MeterOfBoth(request.meter, comparison.of_b))
     announce(f"A: {a.checkout.label} ({a.checkout.commit[:12]})")
     alone = replace(request, subject=a, baselines=[], until=_CHECKED_BEFORE_TIMING, repository=a.checkout.root)
     with _path_restored():
-        first = prove(alone, progress=progress, save=lambda _: None)
-    second = replace(request, subject=b, baselines=[a.name], repository=b.checkout.root)
+        first = prove(alone, progress=progress, save=lambda found: save(comparison.before_b(found)))
     if first.failed_gate:
         second = replace(second, until=_CHECKED_BEFORE_TIMING)
-    compared = Compared(a=_revision(a, first.gates, first), b=_revision(b, [], None), tolerance=tolerance)
+    elif not first.complete:  # its budget ended it, and B may not spend what A lacked
+        second = replace(second, until=_LAST_WITHOUT_GPU)
     announce(f"B: {b.checkout.label} ({b.checkout.commit[:12]})")
     with _path_restored():
-        found = prove(second, progress=progress, save=lambda record: save(_as_comparison(record, b, compared)))
-    record = _as_comparison(found, b, compared)
+        record = prove(second, progress=progress, save=lambda found: save(comparison.of_b(found)))
+    record = comparison.of_b(record)
     if record.complete and not first.complete:
         reason = f"A ({a.checkout.label}): {first.incomplete_reason}"
         record = record.model_copy(update={"complete": False, "incomplete_reason": reason})
         save(record)
     return record
+
+
+class _MeterOfBoth:
+    """The meter of B: what A has spent is spent."""
+
+    def __init__(self, meter: RunMeter, as_comparison: Callable[[Record], Record]) -> None:
+        self._meter, self._as_comparison = meter, as_comparison
+
+    def start(self, record: Record, size: RunSize) -> None:
+        """Take note of the run that begins."""
+        self._meter.start(record, size)
+
+    def refusal(self, gate: GateName, record: Record) -> str:
+        """Return why ``gate`` may not begin, or an empty text."""
+        return self._meter.refusal(gate, self._as_comparison(record))
+
+    def seconds_left(self, record: Record) -> float | None:
+        """Return for how long B may still hold its GPU after the gates of ``record``; None: there is no end."""
+        return self._meter.seconds_left(self._as_comparison(record))
+
+
+class _Comparison:
+    """The one record of a comparison: B's, with A's gates in it from the first of them on."""
+
+    def __init__(self, second: ProveRequest, a: Subject, tolerance: float, progress: Progress) -> None:
+        self._second, self._a, self._progress = second, a, progress
+        self._b = second.subject
+        self._compared = Compared(a=_revision(a, [], None), b=_revision(self._b, [], None), tolerance=tolerance)
+        self._blank: Record | None = None  # of B, of which nothing is known yet; its id is that of the comparison
+
+    def before_b(self, first: Record) -> Record:
+        """Return the record while A is looked at, or was left: ``first`` is A's own."""
+        if self._blank is None:
+            with _path_restored():  # asking B's operator may add B's folders, and A's workers are still to come
+                run = Run(self._second, environment=first.environment, progress=self._progress, save=lambda _: None)
+            self._blank = run.record()
+        revision = _revision(self._a, first.gates, first)
+        self._compared = self._compared.model_copy(update={"a": revision})
+        found = self.of_b(self._blank)
+        if first.complete:
+            return found
+        return found.model_copy(update={"incomplete_reason": f"A ({revision.label}): {first.incomplete_reason}"})
+
+    def of_b(self, record: Record) -> Record:
+        """Return the record that ``record``, B's own, makes."""
+        if self._blank is not None:
+            record = record.model_copy(update={"id": self._blank.id, "created_at": self._blank.created_at})
+        return _as_comparison(record, self._b, self._compared)
 
 
 def _revision(subject: Subject, gates: Sequence[Gate], record: Record | None) -> Revision:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
@@ -18,7 +18,7 @@ from ...gpu.specs import name_words
 from ..records.evidence import GateName, GateStatus, Record
 from ..records.files import user_folder
 from ..records.paid import GPU_GATES, paid_gates
-from ..records.store import Archive
+from ..records.store import Archive, RunSummary
 from ..records.toml_files import read_toml
 from ..text import counted
 
@@ -179,6 +179,31 @@ def spent_seconds(record: Record) -> float:
     return sum(paid_gates(record).values())
 
 
+@dataclass
+class Sum:
+    """Costs together."""
+
+    gpu_seconds: float = 0.0
+    dollars: float = 0.0
+    unpriced_seconds: float = 0.0  # of GPUs without a rate: not among the dollars
+
+
+def add_up(
+    runs: Iterable[RunSummary], key: Callable[[RunSummary, str], str], rate: Callable[[str], float | None]
+) -> dict[str, Sum]:
+    """Return what runs took of a GPU, by ``key`` of a run and its gate, at the prices of ``rate``."""
+    sums: dict[str, Sum] = {}
+    paid = ((run, gate, seconds) for run in runs for gate, seconds in run.gpu_seconds.items())
+    for one, gate, seconds in paid:
+        total = sums.setdefault(key(one, gate), Sum())
+        total.gpu_seconds += seconds
+        if (price := rate(one.gpu)) is None:
+            total.unpriced_seconds += seconds
+        else:
+            total.dollars += dollars(seconds, price)
+    return sums
+
+
 def dollars(gpu_seconds: float, dollars_per_hour: float) -> float:
     """Return the price of so much time."""
     return gpu_seconds / 3600 * dollars_per_hour
@@ -222,6 +247,11 @@ class Rates:
                 best = file.gpu[max(fitting, key=lambda name: len(name_words(name)))]
                 return best.dollars_per_hour + sum(rate.dollars_per_hour for rate in others.values())
         return None
+
+    def file_of(self, gpu: str) -> Path | None:
+        """Return the file that has the price of this GPU, or None."""
+        words = name_words(gpu)
+        return next((path for path, file in self.files.items() if any(name_words(n) <= words for n in file.gpu)), None)
 
 
 def load_rates(repository: Path | None) -> Rates:

@@ -71,6 +71,12 @@ class Case:
         """Return the error that ``what`` is needed; ``names`` of what is missing say why it is not there."""
         return CannotTellError(f"{what}: {self.seen.why_missing(*names)}")
 
+    def timed(self) -> tuple[Chip, float]:
+        """Return the GPU, and its time for the call."""
+        if self.seen.chip is None or self.seen.times.device is None:
+            raise self.need("no times", "gpu", "times")
+        return self.seen.chip, self.seen.times.device
+
     def gridded(self) -> tuple[Chip, list[Kernel], Kernel, str]:
         """Return the GPU, the kernels whose grid is known, the main kernel, and the grids as text."""
         chip, known = self.seen.chip, [kernel for kernel in self.seen.kernels if kernel.blocks]

@@ -175,29 +175,25 @@ class Load:
     """How much of one of the GPU's rates a call is known to use at the least."""
 
     share: float
-    seconds: float
     said: str
 
 
-def memory_load(seen: Observations) -> Load | None:
+def memory_load(observations: Observations) -> Load | None:
     """Return how much of the memory's bandwidth the call uses at the least."""
-    if seen.chip is None:
+    device, chip = observations.times.device, observations.chip
+    if device is None or chip is None:
         return None
-    return _load(seen, seen.dram_bytes / seen.chip.bandwidth_bytes_per_s, "its fewest bytes", "full bandwidth")
+    share = observations.dram_bytes / chip.bandwidth_bytes_per_s / device
+    return Load(share, f"its fewest bytes take {percent(share)} of the time at full bandwidth")
 
 
-def arithmetic_load(seen: Observations) -> Load | None:
+def arithmetic_load(observations: Observations) -> Load | None:
     """Return how much of the arithmetic rate that bounds the problem the call uses, by the work it has to do."""
-    if seen.chip is None:
+    device, chip = observations.times.device, observations.chip
+    if device is None or chip is None:
         return None
-    return _load(seen, seen.work.flops / seen.chip.flops_per_s, "its operations", "the peak rate")
-
-
-def _load(seen: Observations, least: float, what: str, rate: str) -> Load | None:
-    if seen.times.device is None:
-        return None
-    share = least / seen.times.device
-    return Load(share, least, f"{what} take {percent(share)} of the time at {rate}")
+    share = observations.work.flops / chip.flops_per_s / device
+    return Load(share, f"its operations take {percent(share)} of the time at the peak rate")
 
 
 def percent(share: float) -> str:
@@ -205,10 +201,12 @@ def percent(share: float) -> str:
     return "less than 1%" if 0 < share < 0.01 else f"{share:.0%}"
 
 
-def fewest_seconds(seen: Observations) -> float | None:
+def fewest_seconds(observations: Observations) -> float | None:
     """Return the least time that the GPU can take for this call by its rates."""
-    chip = seen.chip
-    return max(seen.work.flops / chip.flops_per_s, seen.dram_bytes / chip.bandwidth_bytes_per_s) if chip else None
+    chip = observations.chip
+    if chip is None:
+        return None
+    return max(observations.work.flops / chip.flops_per_s, observations.dram_bytes / chip.bandwidth_bytes_per_s)
 
 
 def reaches(observations: Observations) -> str:

@@ -13,7 +13,6 @@ from .experiments import (
     FULL,
     IDLE_HIGH,
     WORTH,
-    Load,
     arithmetic_load,
     busy_warps,
     capacity_of,
@@ -279,30 +278,36 @@ def _names(codes: Sequence[tuple[Kernel, Code]]) -> str:
 
 @hypothesis("bound by memory bandwidth", "the roofline: bytes against time and bandwidth")
 def _bandwidth_bound(case: Case) -> Finding:
-    advice = "move fewer bytes (smaller types, fused operations)"
-    bound, left_open = "the fewest bytes at full bandwidth", "what it moves, Nsight Compute says"
-    return _rate_bound(case, memory_load(case.seen), advice, bound, "the bytes move", left_open)
+    (chip, _), load = case.timed(), memory_load(case.seen)
+    assert load is not None
+    if load.share >= FULL:
+        return case.confirmed(
+            load.said,
+            "move fewer bytes (smaller types, fused operations): no other change helps much",
+            share=load.share,
+            device_seconds=case.seen.dram_bytes / chip.bandwidth_bytes_per_s,
+            bound="the fewest bytes at full bandwidth",
+        )
+    if free := copies_are_free(case.seen, "the bytes move"):
+        return case.ruled_out(f"{load.said}; {free}")
+    return case.cannot_tell(f"at least {load.share:.0%}: {load.said}; what it moves, Nsight Compute says")
 
 
 @hypothesis("bound by arithmetic", "the roofline: operations against time and peak rate")
 def _compute_bound(case: Case) -> Finding:
-    advice = "fewer operations, or a type with a higher rate"
-    bound, left_open = (
-        "the fewest operations at the peak rate",
-        "whether it makes more than needed, Nsight Compute says",
-    )
-    return _rate_bound(case, arithmetic_load(case.seen), advice, bound, "the work is done", left_open)
-
-
-def _rate_bound(case: Case, load: Load | None, advice: str, bound: str, free_if: str, left_open: str) -> Finding:
-    if load is None:
-        raise case.need("no times", "gpu", "times")
+    (chip, _), load = case.timed(), arithmetic_load(case.seen)
+    assert load is not None
     if load.share >= FULL:
-        advice = f"{advice}: no other change helps much"
-        return case.confirmed(load.said, advice, share=load.share, device_seconds=load.seconds, bound=bound)
-    if free := copies_are_free(case.seen, free_if):
+        return case.confirmed(
+            load.said,
+            "fewer operations, or a type with a higher rate: no other change helps much",
+            share=load.share,
+            device_seconds=case.seen.work.flops / chip.flops_per_s,
+            bound="the fewest operations at the peak rate",
+        )
+    if free := copies_are_free(case.seen, "the work is done"):
         return case.ruled_out(f"{load.said}; {free}")
-    return case.cannot_tell(f"{load.said}; {left_open}")
+    return case.cannot_tell(f"{load.said}; whether it makes more operations than needed, Nsight Compute says")
 
 
 @hypothesis("throttled clocks", "SM clock and the driver's throttle reasons after every round")

@@ -103,6 +103,11 @@ class Chip(Model):
     bandwidth_bytes_per_s: float
     flops_per_s: float  # at the rate that bounds this problem
     plain_flops_per_s: float  # of fp32 without tensor cores
+    threads_per_sm: int
+    blocks_per_sm: int
+    registers_per_sm: int
+    shared_memory_per_sm_bytes: int
+    shared_memory_per_block_bytes: int
 
 
 class Observations(Model):

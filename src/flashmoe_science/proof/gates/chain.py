@@ -125,6 +125,8 @@ def _stop(run: Run, name: GateName, where: str, reason: str, seconds: float = 0.
 
 def _way_on(run: Run) -> str:
     """Return what goes on with a run that its budget ended."""
+    if run.subject.checkout is not None:
+        return "a comparison cannot be gone on with: compare again with a larger --budget, or fewer cases"
     where = " --host MACHINE" if run.request.borrowed else ""  # its name stays out of records
     return f"flashmoe prove --resume {run.id}{where} goes on from here"
 

@@ -38,6 +38,7 @@ from ..records.evidence import (
     Work,
 )
 from ..spent import sum_up
+from ..subject.failure_hints import without_own_frames
 from ..subject.loading import operator_of
 from ..subject.operator import Operator, ours, ranks_of
 from ..subject.subject import PACKAGE_FOLDER, Subject
@@ -427,7 +428,7 @@ class Run:
         noise = ("<frozen importlib", "Extension modules:")
         lines = self.hide_paths(result.output_tail).strip().splitlines()
         said = [line for line in lines if line.strip() and not any(word in line for word in noise)]
-        tail = said[-_TAIL_LINES:]
+        tail = without_own_frames(said)[-_TAIL_LINES:]
         hint = ""
         if result.reason == "killed by SIGKILL":
             hint = "the system may have run out of memory: `dmesg` tells"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from ...gpu.cuobjdump import demangle
 
@@ -26,6 +26,38 @@ _OF_BUILDS: tuple[tuple[str, str], ...] = (
     (r"unsupported GNU version", "this nvcc needs an older g++: -ccbin g++-N names one"),
     (r"cuda_runtime(_api)?\.h: No such file", "the CUDA toolkit's headers are missing: is CUDA_HOME its folder?"),
 )  # fmt: skip
+
+
+# Frames of this package and of Python's import machinery, which every stack has below those of the subject.
+_OWN_FRAME = re.compile(
+    r'\s+File "(?:flashmoe_science/proof/|<string>"|<frozen importlib|<python>/[^"]*/importlib/__init__\.py)'
+)
+_OWN_THREAD = re.compile(r'\s+File "flashmoe_science/proof/worker\.py", line \d+ in watch$')
+
+
+def without_own_frames(lines: Sequence[str]) -> list[str]:
+    """Return what a crashed process wrote, without the frames of this package in its stacks.
+
+    Where no other frame is in them the fault is our own, and all of it is returned.
+    """
+    kept: list[str] = []
+    own = False  # whether the frame that is being read is ours: its code follows, further to the right
+    thread = -1  # where in ``kept`` the stack of a thread begins
+    for line in lines:
+        if line.startswith(("Thread 0x", "Current thread 0x")):
+            thread = len(kept)
+        elif _OWN_THREAD.match(line) and thread >= 0:
+            del kept[thread:]
+            thread = -2  # until the next thread all is of this one
+        if thread == -2 and line.startswith(" "):
+            continue
+        if line.lstrip().startswith('File "'):
+            own = bool(_OWN_FRAME.match(line))
+        elif not line.startswith("    "):
+            own = False
+        if not own:
+            kept.append(line)
+    return kept if any(line.lstrip().startswith('File "') for line in kept) else list(lines)
 
 
 def explain_build(output: str) -> tuple[str, str]:
