@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from scipy.special import fdtri
 from scipy.stats import binomtest
 
+from flashmoe_science.proof.compare.change_points import change_points
 from flashmoe_science.proof.judge.familywise import comparison_intervals
 from flashmoe_science.proof.judge.statistics import (
     Interval,
@@ -314,6 +315,25 @@ def _common_part(record: Record, kind: TimeKind) -> str:
     return f"{len(table) * table.mean(axis=0).var(ddof=1) / table.var(axis=1, ddof=1).mean():.1f}"
 
 
+def histories(rng: np.random.Generator, runs: int) -> None:
+    """Share of series in which a change of level is found (docs/how-to/compare.md); in units of what runs vary by."""
+    sizes = (1.0, 2.0, 3.0, 6.0)
+    print_row(
+        "runs", "no change", *(f"{size:g} in the middle" for size in sizes), "6 in the last three", "second, false"
+    )
+    for count in (8, 12, 20, 40):
+        cells, second = [], []
+        for size, first in ((0.0, 0), *((size, count // 2) for size in sizes), (6.0, count - 3)):
+            found = []
+            for _ in range(runs):
+                values = rng.normal(size=count)
+                values[first:] += size
+                found.append(change_points(values.tolist()))
+            cells.append(share([bool(points) for points in found]))
+            second += [len(points) > 1 for points in found if size == sizes[-1]]
+        print_row(count, *cells, share(second))
+
+
 def modes(rng: np.random.Generator, runs: int) -> None:
     """Where each process is fast or, with a probability, 3 spreads slow: intervals that miss the mean of processes."""
     print_row("slow processes", "processes", "no slow one is seen", "misses the mean", "width")
@@ -376,6 +396,7 @@ def main() -> None:
         (powers, 20),
         (counted_as_independent, 10),
         (offsets_of_unlike_size, 10),
+        (histories, 10),
     ):  # what comes before leaves them alone
         if asked.only in ("", simulate.__name__):
             print(f"\n{simulate.__doc__} {runs // part} runs for each figure.\n")

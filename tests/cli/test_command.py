@@ -30,6 +30,9 @@ VERBS = (
         "claim new",
         "lint",
         "cost",
+        "cost add",
+        "cost rates",
+        "history",
         "sign",
     ),
 )

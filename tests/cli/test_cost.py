@@ -8,7 +8,7 @@ import pytest
 
 from flashmoe_science.proof.cost.cost import size_of
 from flashmoe_science.proof.records.evidence import Gate
-from flashmoe_science.proof.records.paid import GPU_GATES
+from flashmoe_science.proof.records.ledger import GPU_GATES
 from flashmoe_science.proof.records.store import Store
 
 from ..proof.builders import H200, build_gates, build_record
@@ -74,33 +74,46 @@ def test_a_store_that_cannot_be_read_costs_the_history_alone(prove_with, reposit
 
 def test_a_wrong_rates_file_is_an_error_before_anything_runs(run, repository):
     (repository / "rates.toml").write_text("[gpu.H200]\ndollars_per_hour = -1\n")
-    for args in (["prove"], ["cost"]):
+    for args in (["prove"], ["cost"], ["cost", "rates"]):
         code, out, err = run(*args)
         assert (code, out) == (2, "")
         assert "rates.toml: key gpu.H200.dollars_per_hour: " in err
 
 
-def test_cost_sums_the_runs_by_day_subject_and_gate(run):
+def test_cost_sums_the_ledger_by_day_subject_and_gate(run):
     Store().save(build_record(gates=gates(1, 2, 3, 54), day=0))
     Store().save(build_record(gates=gates(10), day=1, subject="mine"))
     Store().save(build_record(gpu=None, day=2))
+    assert run("cost", "add", "--dollars", "3.2", "--note", "idle", "--date", "2026-01-02")[0] == 0
     code, out, err = run("cost")
     assert (code, err) == (0, "")
     assert [line.split() for line in out.splitlines() if line] == [
         ["day", "GPU", "time", "dollars"],
         ["2026-01-01", "60", "s", "$0.600"],
-        ["2026-01-02", "10", "s", "$0.100"],
+        ["2026-01-02", "10", "s", "$3.30"],
         ["subject", "GPU", "time", "dollars"],
         ["flash_attention", "60", "s", "$0.600"],
         ["mine", "10", "s", "$0.100"],
+        ["entered", "by", "hand", "$3.20"],
         ["gate", "GPU", "time", "dollars"],
         ["launch", "11", "s", "$0.110"],
         ["correct", "2.0", "s", "$0.020"],
         ["quick", "3.0", "s", "$0.030"],
         ["bench", "54", "s", "$0.540"],
-        ["total", "70", "s", "$0.700"],
-        ["price", "of", "NVIDIA", "H200:", "rates.toml"],
+        ["entered", "by", "hand", "$3.20"],
+        ["total", "70", "s", "$3.90"],
     ]
     document = json.loads(run("cost", "--since", "2026-01-02", "--json")[1])
-    assert document["total"] == {"gpu_seconds": 10, "dollars": pytest.approx(0.1), "unpriced_seconds": 0}
+    assert document["total"] == {"gpu_seconds": 10, "dollars": pytest.approx(3.3), "unpriced_seconds": 0}
     assert list(document["by_day"]) == ["2026-01-02"]
+
+
+def test_cost_rates_lists_them_with_the_file_that_decides(run):
+    _, out, _ = run("cost", "rates")
+    lines = out.splitlines()
+    assert lines[0] == "rates.toml:"
+    assert lines[2].split() == ["H200", "$36.00", "made", "up"]
+    assert "of flashmoe:" in lines
+    assert "B200" in out
+    gpus = json.loads(run("cost", "rates", "--json")[1])["gpus"]
+    assert next(rate["dollars_per_hour"] for rate in gpus if rate["name"] == "H200") == 36

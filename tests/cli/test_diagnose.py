@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from flashmoe_science.proof.diagnose.gather import CannotObserveError
-from flashmoe_science.proof.diagnose.observations import Diagnosis
+from flashmoe_science.proof.diagnose.observations import Diagnosis, TimedBaseline, Times
 from flashmoe_science.proof.records.evidence import Gate, GateStatus
 
 from ..proof.builders import H200
@@ -41,11 +42,14 @@ def diagnose_with(run, monkeypatch, wishes):
 
 
 def test_the_causes_come_before_the_hypotheses(diagnose_with):
-    code, out, err = diagnose_with([serial_story()])
+    story = serial_story().model_copy(
+        update={"baselines": [TimedBaseline(name="sdpa", times=Times(graph=9e-6, wall=15e-6))]}
+    )
+    code, out, err = diagnose_with([story])
     lines = out.splitlines()
     assert (code, err) == (0, "launches of 8 calls\n")
     assert lines[0] == "diagnosing flash_attention: b8_h4_s128_d64_fp16"
-    assert lines[2] == "made up on H200: 571.2 us a call, 566.2 us of it the GPU's"
+    assert lines[2] == "made up on H200: 571.2 us a call, 566.2 us of it the GPU's; sdpa 15.00 us, 9.000 us"
     assert lines[3] == "  attend_kernel: grid 8x1x1, 384 threads, 78 registers, 40.0 KiB shared memory, 566.2 us"
     assert lines[5] == "Causes, by the part of a call that each is shown to explain:"
     assert lines[6].startswith(" 1.  grid too small (93%, 530.8 us): 8 blocks of attend_kernel for 132 SMs")
@@ -55,25 +59,27 @@ def test_the_causes_come_before_the_hypotheses(diagnose_with):
     assert "The shares of grid too small, serial loop, no tensor-core instructions overlap" in out
     words = [line.split("  ")[1] for line in lines if line.startswith(("  confirmed", "  cannot", "  ruled"))]
     assert words == sorted(words, key=["confirmed", "cannot tell", "ruled out"].index)
-    assert len(words) == 11
+    assert len(words) == 14
 
 
 def test_the_options_are_passed_on(diagnose_with, wishes):
-    args = ("forward_triton", "--suite", "seed", "--seed", "7")
+    args = ("forward_triton", "--suite", "seed", "-b", "sdpa-flash", "--no-counters", "--seed", "7")
     assert diagnose_with([serial_story()], *args)[0] == 0
     (wish,) = wishes
     assert len(wish.cases) == 13
-    assert (wish.subject.name, wish.seed) == ("forward_triton", 7)
+    assert (wish.subject.name, list(wish.baselines), wish.counters, wish.seed) == (
+        "forward_triton", ["sdpa-flash"], False, 7
+    )  # fmt: skip
 
 
-def test_json_holds_all_that_was_observed(diagnose_with):
-    code, out, err = diagnose_with([serial_story()], "--json")
+def test_json_and_the_file_hold_all_that_was_observed(diagnose_with):
+    code, out, err = diagnose_with([serial_story()], "--json", "-o", "why.json")
     document = json.loads(out)
     assert document["exit_code"] == code == 0
     assert document["diagnosis"]["cases"][0]["causes"][0] == "grid too small"
-    kept = Diagnosis.model_validate(document["diagnosis"])
+    kept = Diagnosis.model_validate_json(Path("why.json").read_text())
     assert kept.cases[0].observations == serial_story()
-    assert kept.command == "flashmoe diagnose --json"
+    assert kept.command == "flashmoe diagnose --json -o why.json"
     assert err.startswith("diagnosing flash_attention")
 
 
@@ -100,6 +106,20 @@ def test_a_kernel_that_cannot_be_built_fails_its_gate(diagnose_with):
     assert json.loads(out)["diagnosis"]["failed"]["name"] == "build"
 
 
+def test_another_gpu_than_the_one_here_is_planned_for(diagnose_with, monkeypatch):
+    asked = []
+
+    def plan_for(wish, spec, why, *, say):
+        asked.append((spec.name, why))
+        return [observe(device=None, missing={"times": why})]
+
+    monkeypatch.setattr("flashmoe_science.proof.diagnose.gather.plan_for", plan_for)
+    assert diagnose_with([serial_story()], "--gpu", "L4")[0] == 4
+    assert diagnose_with([serial_story()], "--gpu", "L4", gpu=None)[0] == 4
+    assert diagnose_with([serial_story()], "--gpu", "H200")[0] == 0
+    assert asked == [("L4", "the GPU here is another one: NVIDIA H200"), ("L4", "no GPU here")]
+
+
 @pytest.mark.parametrize(
     ("args", "error", "hint"),
     [
@@ -115,6 +135,8 @@ def test_a_kernel_that_cannot_be_built_fails_its_gate(diagnose_with):
             "did you mean b1_h1_s512_d64_fp16? `flashmoe suites seed` lists the cases",
         ),
         (["--suite", "sede"], "suite must be one of", "did you mean seed?"),
+        (["--baseline", "sdap"], "baseline must be one of", "did you mean sdpa?"),
+        (["--gpu", "H20"], "gpu must be one of", "no other is known"),
         (["missing.toml"], "missing.toml: cannot be read", ""),
     ],
 )

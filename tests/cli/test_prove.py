@@ -12,7 +12,7 @@ import pytest
 
 from flashmoe_science.proof.records.documents import read_record
 from flashmoe_science.proof.records.evidence import SourceFile, SubjectInfo
-from flashmoe_science.proof.records.store import Archive, Store
+from flashmoe_science.proof.records.store import Store
 
 from ..proof.builders import build_gates, build_record
 from ..proof.claim_builders import suite_toml
@@ -60,7 +60,7 @@ def test_prove_prints_gates_table_verdict_and_where_the_record_is(prove_with, re
     )
     assert lines[-1] == f"record: evidence/{record.id}.json.gz"
     assert (repository / "evidence" / f"{record.id}.json.gz").exists()
-    assert Archive(Store(), None).load(record.id) == record
+    assert Store().load(record.id) == record
 
 
 def test_prove_is_judged_by_the_claims_of_the_repository(prove_with):
@@ -106,8 +106,8 @@ def test_the_command_in_the_record_names_no_store(prove_with, requests, tmp_path
         "flashmoe prove --seed 1 --rounds 7",
         "flashmoe prove --seed 2",
     ]
-    assert Archive(Store(name), None).load(record.id) == record
-    assert Archive(Store(), None).runs() == []
+    assert Store(name).load(record.id) == record
+    assert Store().runs() == []
 
 
 def test_prove_with_no_gpu_ends_with_the_verdicts_of_verify(prove_with):

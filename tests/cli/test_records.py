@@ -12,7 +12,7 @@ import pytest
 from flashmoe_science.cli.names import moment_named
 from flashmoe_science.errors import InputError
 from flashmoe_science.proof.records.documents import read_record, record_text, write_record
-from flashmoe_science.proof.records.store import Archive, Store
+from flashmoe_science.proof.records.store import Store
 
 from ..proof.builders import build_record
 from .conftest import RUN_ID
@@ -46,7 +46,7 @@ def test_what_is_imported_can_be_exported(run, files):
     code, out, err = run("import", str(files))
     assert (code, out.endswith("runs: 2 runs: 2 new\n")) == (0, True)
     assert "gpu-tests.json: left out: no record of a run" in err
-    assert [r.id for r in Archive(Store(), None).runs()] == [build_record(day=day).id for day in (2, 1)]
+    assert [r.id for r in Store().runs()] == [build_record(day=day).id for day in (2, 1)]
     assert run("export", "--all", "-o", "out")[:2] == (0, "out: 2 runs: 2 new\n")
     for day in (1, 2):
         record = build_record(day=day)
@@ -70,15 +70,15 @@ def test_a_complete_run_is_only_replaced_when_that_is_asked_for(run, files):
     code, _, err = run("import", str(files / "1.json"))
     assert code == 2
     assert "with another content, and complete\nhint: records are not edited" in err
-    assert Archive(Store(), None).load(changed.id) == build_record(day=1)
+    assert Store().load(changed.id) == build_record(day=1)
     assert run("import", str(files / "1.json"), "--replace")[1].endswith("1 run: 1 replaced\n")
-    assert Archive(Store(), None).load(changed.id) == changed
+    assert Store().load(changed.id) == changed
 
 
 def test_an_incomplete_run_grows(run, files):
     Store().save(build_record(day=1, complete=False))
     assert run("import", str(files / "1.json"))[1].endswith("1 run: 1 replaced\n")
-    assert Archive(Store(), None).load("20260102").complete
+    assert Store().load("20260102").complete
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_several_runs_stand_on_one_page_and_one_named_twice_stands_once(run, rep
     assert document["runs"] == [RUN_ID, other.id]
     assert document["files"] == ["report.html"]
     assert [verdict["status"] for verdict in document["verdicts"]] == ["demonstrated", "demonstrated"]
-    assert "<h1>2 runs</h1>" in (repository / "report.html").read_text()
+    assert "<h1>2 runs side by side</h1>" in (repository / "report.html").read_text()
 
 
 def test_a_time_that_was_not_taken_is_refused(run, repository):

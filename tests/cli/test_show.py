@@ -173,8 +173,12 @@ def test_show_of_memory(run, repository):
     arms = [arm.model_copy(update={"peak_bytes": peaks[arm.name]}) for arm in record.cases[0].arms]
     Store().save(record.model_copy(update={"cases": [record.cases[0].model_copy(update={"arms": arms})]}))
     _, out, _ = run("show", record.id, "--memory")
-    (row,) = [line.split() for line in out.splitlines() if "MiB" in line]
-    assert row[1:] == ["3.0", "MiB", "4.0", "MiB", "0.75x"]
+    rows = [line.split() for line in out.splitlines() if "MiB" in line]
+    assert rows == [
+        ["flash_attention", "3.000", "MiB"],
+        ["sdpa", "4.000", "MiB", "1.333"],
+        ["sdpa#2", "(control)", "5.000", "MiB", "1.250"],
+    ]
     assert "speedup" not in out
 
 

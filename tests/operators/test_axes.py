@@ -41,3 +41,13 @@ def test_more_keys_are_not_in_proportion_under_a_causal_mask():
     problem = OPERATOR.parse_case({**TABLE, "causal": True})
     assert OPERATOR.scaled(problem, "keys", 2) is None
     assert OPERATOR.scaled(problem, "length", 2) is not None
+
+
+@pytest.mark.triton
+def test_planned_kernels_are_those_of_the_plan_with_their_code():
+    problem = OPERATOR.parse_case({**TABLE, "batch": 1, "heads": 1, "heads_kv": 1, "seqlen_q": 512})
+    forward, merge = OPERATOR.planned_kernels("forward_triton", problem, "L4")
+    assert (forward.name, merge.name) == ("_forward_kernel", "_merge_partials_kernel")
+    assert forward.code.arch == 89
+    assert forward.code.opcodes["HMMA"] > 0
+    assert forward.shared_memory_bytes > merge.shared_memory_bytes == 0

@@ -14,7 +14,7 @@ from flashmoe_science.gpu.specs import find_gpu
 from flashmoe_science.operators import MODULES
 from flashmoe_science.operators.ranks.over_ranks import RankedProblem
 from flashmoe_science.proof.subject.loading import load_operator
-from flashmoe_science.proof.subject.operator import Launching, Operator, Recognising, ours
+from flashmoe_science.proof.subject.operator import Launching, Operator, Planning, Recognising, ours
 from flashmoe_science.proof.subject.subject import PACKAGE_FOLDER
 from flashmoe_science.proof.subject.suites import list_suites, load_suite, operator_in
 
@@ -31,7 +31,7 @@ def operator_and_case(name: str) -> tuple[Any, Any]:
 def test_it_fits_the_protocol_and_its_name_is_that_of_records(name):
     operator = load_operator(name)
     assert operator.name == name
-    for protocol in (Operator, Recognising, Launching):
+    for protocol in (Operator, Recognising, Launching, Planning):
         assert isinstance(operator, protocol), protocol
 
 

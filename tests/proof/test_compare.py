@@ -8,17 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flashmoe_science.errors import EvidenceError
 from flashmoe_science.proof.compare.compare import (
     Effect,
+    compare_records,
     compare_revisions,
     effect_of,
     exit_code,
 )
-from flashmoe_science.proof.judge.familywise import comparison_intervals
+from flashmoe_science.proof.judge.familywise import comparison_intervals, unpaired_intervals
 from flashmoe_science.proof.judge.statistics import Interval, clustered_interval
 from flashmoe_science.proof.records.evidence import Compared, Gate, GateStatus, Record, Revision
 
-from .builders import build_gates, build_record
+from .builders import H200, L4, build_gates, build_record
 
 A, B = "flash_attention@aaaaaaaaaaaa", "flash_attention@bbbbbbbbbbbb"
 
@@ -59,6 +61,13 @@ def test_same_needs_an_interval_within_the_tolerance_and_a_difference_one_withou
     assert effect_of(Interval((low + high) / 2, low, high, 30), 0.01) is effect
 
 
+def test_of_two_runs_a_difference_has_to_lie_beyond_the_tolerance_as_a_whole():
+    small, large = Interval(0.015, 0.001, 0.03, 30), Interval(0.03, 0.02, 0.04, 30)
+    assert [effect_of(found, 0.01, paired=False) for found in (small, large)] == [Effect.UNDECIDED, Effect.FASTER]
+    mirrored = (Interval(-found.estimate, -found.high, -found.low, 30) for found in (small, large))
+    assert [effect_of(found, 0.01, paired=False) for found in mirrored] == [Effect.UNDECIDED, Effect.SLOWER]
+
+
 # Two revisions of one run
 
 
@@ -74,6 +83,7 @@ def test_the_verdict_on_every_case_and_in_all(ratios, expected, overall, code):
     comparison = compare_revisions(compared(*ratios))
     assert effects(comparison) == expected
     assert (comparison.effect.value, exit_code(comparison)) == (overall, code)
+    assert comparison.paired
     for case, truth in zip(comparison.cases, ratios, strict=True):
         assert case.ratio is not None
         assert case.ratio.contains(truth)
@@ -145,6 +155,95 @@ def test_a_comparison_is_no_evidence_on_the_subject_itself(tmp_path):
     assert why_not(claim, record) == f"the record is of subject {B}, the claim of flash_attention"
 
 
+# Two runs
+
+
+def run(*speedups, day=0, seed=0, **changes):
+    return build_record(speedups=speedups, day=day, seed=seed, spread=0.005, times=("graph",), **changes)
+
+
+def test_two_runs_are_compared_by_their_ratio_to_a_common_baseline():
+    # The second card is a tenth slower in all it does: only the ratio to the baseline may be compared.
+    b = run(2.2, 2.0, 1.8, day=1, seed=1, baseline_seconds=22e-6)
+    comparison = compare_records(run(2.0, 2.0, 2.0), b)
+    assert effects(comparison) == ["faster", "same", "slower"]
+    assert (comparison.effect, comparison.paired) == (Effect.SLOWER, False)
+    assert "sdpa" in comparison.quantity
+    assert any("two runs cannot show it" in note for note in comparison.notes)
+
+
+def test_cases_in_one_run_only_are_counted_and_left_out():
+    comparison = compare_records(run(2.0, 2.0, 2.0), run(2.0, 2.0, day=1, seed=1))
+    assert [case.name for case in comparison.cases] == ["case0", "case1"]
+    assert "1 case in one run only" in comparison.notes
+
+
+VERSIONS = {"torch": "2.11.0", "triton": "3.6.0"}
+
+
+def change(record, **environment):
+    return record.model_copy(update={"environment": record.environment.model_copy(update=environment)})
+
+
+def changed_settings(record, **settings):
+    return record.model_copy(update={"settings": record.settings.model_copy(update=settings)})
+
+
+@pytest.mark.parametrize(
+    ("field", "b", "told"),
+    [
+        ("gpu", run(2.0, gpu=L4), "gpu is NVIDIA H200 in A and NVIDIA L4 in B"),
+        ("driver", change(run(2.0), driver="590"), "driver is 580.00 in A and 590 in B"),
+        ("triton", change(run(2.0), versions={"torch": "2.11.0"}), "triton is 3.6.0 in A and None in B"),
+        ("cache", changed_settings(run(2.0), cache="rotating"), "cache is cold in A and rotating in B"),
+        ("power_limit", change(run(2.0), gpu=H200.model_copy(update={"power_limit_w": 300.0})), "300.0 in B"),
+        ("variables", change(run(2.0), settings={"CUDA_X": "1"}), "variables is  in A and CUDA_X=1 in B"),
+        (
+            "harness",
+            change(run(2.0), versions={**VERSIONS, "flashmoe-science": "9"}),
+            "harness is None in A and 9 in B",
+        ),
+        ("method", run(2.0).model_copy(update={"method": "f00"}), "method is 1 in A and 1 f00 in B"),
+        ("method", changed_settings(run(2.0), method=2), "method is 1 in A and 2 in B"),
+        ("uncommitted", change(run(2.0), dirty=True), "uncommitted is none in A and some changes in B"),
+        ("uncommitted", change(run(2.0), dirty=None), "uncommitted is none in A and not known in B"),
+        ("uncommitted", change(run(2.0), commit=None), "uncommitted is none in A and not known in B"),
+        ("subject", run(2.0, subject="forward_triton"), "subject is flash_attention in A and forward_triton in B"),
+    ],
+)
+def test_runs_that_differ_are_refused_with_the_field_unless_it_is_allowed(field, b, told):
+    with pytest.raises(EvidenceError) as refused:
+        compare_records(run(2.0), b)
+    assert told in str(refused.value)
+    assert f"--allow-different {field}" in refused.value.hint
+    allowed = refused.value.hint.replace("--allow-different", "").partition(":")[2].split()
+    comparison = compare_records(run(2.0), b, allowed=allowed)
+    assert any(told in note for note in comparison.notes)
+
+
+def test_two_runs_of_unknown_trees_are_not_called_the_same():
+    a, b = (change(run(2.0, seed=seed), dirty=None) for seed in (0, 1))
+    with pytest.raises(EvidenceError, match="uncommitted is not known in A and not known in B"):
+        compare_records(a, b)
+
+
+def test_cpu_and_python_count_for_wall_time_only():
+    a, b = (build_record(speedups=[2.0], spread=0.005, seed=seed) for seed in (0, 1))
+    b = change(b, cpu="another")
+    compare_records(a, b, ["graph"])
+    with pytest.raises(EvidenceError, match="cpu is"):
+        compare_records(a, b, ["wall"])
+
+
+def test_without_a_common_baseline_absolute_times_are_compared_on_one_card_only():
+    card = H200.model_copy(update={"uuid_hash": "abc"})
+    b = run(2.0, day=1, seed=1, gpu=card, baselines={"cudnn": 1.0})
+    comparison = compare_records(run(2.0, gpu=card), b)
+    assert (comparison.quantity, effects(comparison)) == ("A's time / B's, on one card", ["same"])
+    with pytest.raises(EvidenceError, match="absolute times belong to a card"):
+        compare_records(run(2.0, gpu=card), run(2.0, day=1, seed=1, baselines={"cudnn": 1.0}))
+
+
 def impossible(record):
     """Return ``record`` with times that the GPU cannot reach."""
     rounds = [
@@ -159,6 +258,38 @@ def impossible(record):
         for r in record.cases[0].rounds
     ]
     return record.model_copy(update={"cases": [record.cases[0].model_copy(update={"rounds": rounds})]})
+
+
+def with_no_time(record):
+    """Return ``record`` with a time of 0 s, of which there is no ratio."""
+    table = record.model_dump(mode="json")
+    table["cases"][0]["rounds"][0]["seconds"]["graph"]["sdpa"][0] = 0.0
+    return Record.model_validate(table)
+
+
+@pytest.mark.parametrize("broken_is_b", [False, True])
+@pytest.mark.parametrize(
+    ("broken", "why"),
+    [
+        (run(3.0, day=1, control_bias=0.05), "a second copy of the baseline took other times"),
+        (impossible(run(3.0, day=1)), "an impossible graph time"),
+        (with_no_time(run(3.0, day=1)), "took 0.0 s"),
+    ],
+)
+def test_an_invalid_run_is_neither_faster_nor_slower_whatever_it_shows(broken, why, broken_is_b):
+    pair = (run(2.0), broken) if broken_is_b else (broken, run(2.0))
+    comparison = compare_records(*pair)
+    assert (effects(comparison), exit_code(comparison)) == (["undecided"], 4)
+    assert f"run {broken.id} is invalid: " in comparison.reason
+    assert why in comparison.reason
+
+
+@pytest.mark.parametrize("broken_is_b", [False, True])
+def test_a_run_that_failed_a_gate_is_not_compared(broken_is_b):
+    broken = run(3.0, day=1, gates=build_gates("bench"))
+    comparison = compare_records(*((run(2.0), broken) if broken_is_b else (broken, run(2.0))))
+    assert (comparison.effect, comparison.gate_failed, exit_code(comparison)) == (Effect.UNDECIDED, "bench", 3)
+    assert comparison.reason == f"run {broken.id} failed gate bench: made up: failed"
 
 
 def test_impossible_times_of_a_revision_leave_it_undecided():
@@ -184,6 +315,18 @@ def test_of_comparisons_of_a_revision_with_itself_at_most_1_in_20_sees_a_differe
     for _ in range(RUNS):
         sample = [draw(rng, bias=0.0, spread=0.05, process_spread=0.05 * offset) for _ in range(cases)]
         wrong += any(effect_of(found, 0.01) in DIFFERS for found in comparison_intervals(sample))
+    assert wrong / RUNS <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / RUNS)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_of_two_runs_of_the_same_at_most_1_in_20_sees_a_difference(offset):
+    rng = np.random.default_rng(7)
+    wrong = 0
+    for _ in range(RUNS):
+        sample = [
+            tuple(draw(rng, bias=0.0, spread=0.05, process_spread=0.05 * offset) for _ in range(2)) for _ in range(3)
+        ]
+        wrong += any(effect_of(found, 0.0, paired=False) in DIFFERS for found in unpaired_intervals(sample))
     assert wrong / RUNS <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / RUNS)
 
 

@@ -28,8 +28,8 @@ from flashmoe_science.proof.cost.cost import (
 )
 from flashmoe_science.proof.records.documents import documents_in, read_record
 from flashmoe_science.proof.records.evidence import Arm, Compared, Resumed, Revision
-from flashmoe_science.proof.records.paid import GPU_GATES
-from flashmoe_science.proof.records.store import Archive, Store, summarize
+from flashmoe_science.proof.records.ledger import GPU_GATES, Entry
+from flashmoe_science.proof.records.store import Archive, Store
 
 from .builders import FIRST_DAY, H200, L4, build_gates, build_record
 
@@ -140,17 +140,20 @@ def test_a_comparison_is_booked_with_the_gates_of_both_revisions(tmp_path):
     assert spent_seconds(record) == 8 + 4 + 8 + 82 + 3 + 2
     store = Store(tmp_path / "runs")
     store.save(record)
-    sums = add_up(Archive(store, None).runs(), lambda _, gate: gate, lambda _: None)
+    sums = add_up(store.costs(), lambda row: row.gate, lambda _: None)
     assert {gate: total.gpu_seconds for gate, total in sums.items()} == dict(
         zip(GPU_GATES, (11, 6, 8, 82), strict=True)
     )
 
 
-def test_runs_are_summed_at_the_current_price():
-    run = summarize(spending(0, 0, 1800, 1800))
-    sums = add_up([run, replace(run, gpu="unknown")], lambda run, _: run.gpu, {run.gpu: 4.0}.get)
-    assert sums == {run.gpu: Sum(3600.0, 4.0, 0.0), "unknown": Sum(3600.0, 0.0, 3600.0)}
-    assert add_up([run], lambda *_: "", lambda _: 0.0) == {"": Sum(3600.0, 0.0, 0.0)}  # nothing is a price
+def test_rows_are_summed_at_the_price_that_was_booked_or_else_at_the_current_one():
+    row = Entry("2026-01-01", "r", "bench", "s", "x", "G", 3600.0)
+    rows = [replace(row, dollars_per_hour=2.0), replace(row, gpu_seconds=1800.0), replace(row, gpu="unknown")]
+    rows.append(replace(row, gpu_seconds=0.0, dollars=3.2))
+    sums = add_up(rows, lambda row: row.gpu, {"G": 4.0}.get)
+    assert sums == {"G": Sum(5400.0, 2.0 + 2.0 + 3.2, 0.0), "unknown": Sum(3600.0, 0.0, 3600.0)}
+    free = add_up([replace(row, dollars_per_hour=0.0)], lambda _: "", lambda _: 9.0)
+    assert free == {"": Sum(3600.0, 0.0, 0.0)}  # nothing is a price
 
 
 @pytest.fixture

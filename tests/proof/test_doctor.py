@@ -5,8 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from flashmoe_science.proof.measure import doctor as module, nvml
-from flashmoe_science.proof.measure.doctor import Check, examine
+from flashmoe_science.proof.measure.doctor import Check, examine, may_read_counters
+from flashmoe_science.proof.subject.loading import load_operator
+from flashmoe_science.proof.subject.registry import BUILTIN_OPERATORS
 
 from .test_nvml import FakeNvml
 
@@ -26,6 +30,20 @@ def checks(monkeypatch, *names):
     return {check.name: check for check in examine()}
 
 
+@pytest.mark.parametrize(
+    ("parameters", "is_root", "may"),
+    [
+        ("ResmanDebugLevel: 1\nRmProfilingAdminOnly: 1\n", False, False),
+        ("RmProfilingAdminOnly: 1\n", True, True),
+        ("RmProfilingAdminOnly: 0\n", False, True),
+        ("ResmanDebugLevel: 1\n", True, None),
+        (None, True, None),
+    ],
+)
+def test_who_may_read_counters(parameters, is_root, may):
+    assert may_read_counters(parameters, is_root=is_root) is may
+
+
 def test_the_doctor_always_answers_and_every_trouble_has_a_hint():
     found = list(examine())
     assert {"python", "torch", "triton", "driver", "GPU", "nvcc", "commit"} <= {check.name for check in found}
@@ -34,11 +52,17 @@ def test_the_doctor_always_answers_and_every_trouble_has_a_hint():
 
 def test_the_doctor_imports_neither_torch_nor_triton_nor_a_baseline():
     code = (
-        "import sys; from flashmoe_science.proof.measure.doctor import examine; list(examine());"
+        "import sys; from flashmoe_science.proof.measure.doctor import BASELINES, examine; list(examine());"
         "print({'torch', 'triton', 'flash_attn', 'flashinfer', 'vllm', 'sqlalchemy'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_every_package_of_a_baseline_is_looked_for():
+    baselines = [each for name in BUILTIN_OPERATORS for each in load_operator(name).baselines().values()]
+    packages = {each.distribution for each in baselines if hasattr(each, "distribution")}
+    assert packages - {"torch", None} == set(module.BASELINES)
 
 
 def test_a_check_that_breaks_does_not_hide_the_others(monkeypatch):

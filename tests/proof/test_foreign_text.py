@@ -21,9 +21,10 @@ from flashmoe_science.cli.terminal import ChainProgress, Terminal
 from flashmoe_science.proof.judge.judge import judge
 from flashmoe_science.proof.judge.rows import csv_text
 from flashmoe_science.proof.records.evidence import Gate, GateStatus
+from flashmoe_science.proof.report.html import render_html
 from flashmoe_science.proof.report.junit import junit_xml
+from flashmoe_science.proof.report.markdown import render_markdown
 from flashmoe_science.proof.report.page import Judged, build_page
-from flashmoe_science.proof.report.render import render_html, render_markdown
 from flashmoe_science.proof.text import foreign
 
 from .builders import build_record

@@ -278,3 +278,23 @@ def bench_cells(gpu):
     """Return process, kinds of time and cases of every measuring task behind quick."""
     tasks = [payload for name, payload in gpu.calls if name == "measure"][1:]
     return [(task["process"], tuple(task["times"]), [case["name"] for case in task["cases"]]) for task in tasks]
+
+
+def test_a_wide_interval_is_measured_in_as_many_processes_again(gpu):
+    names = [case.name for case in prove(SHORT, LONGER).cases]
+    gpu.calls.clear()
+    gpu.change = unsteady(names[1:], 0.05)
+    record = prove(SHORT, LONGER, settings=ENOUGH.model_copy(update={"width": 0.02}))
+    assert processes_of(record) == [[0, 1, 2], [0, 1, 2, 3, 4, 5]]
+    assert bench_cells(gpu)[6:] == [(p, kinds, names[1:]) for p in (3, 4, 5) for kinds in (("graph",), ("kernel",))]
+    assert "2 cases, 30 rounds each in 3 processes" in gate_of(record, "bench").summary
+    expected = "; 1 of them in as many again: their intervals were wider than 2.0% to either side"
+    assert gate_of(record, "bench").summary.endswith(expected)
+
+
+@pytest.mark.parametrize("width", [None, 0.5])
+def test_no_width_or_a_generous_one_asks_for_no_more_processes(gpu, width):
+    gpu.change = unsteady([case.name for case in prove(SHORT).cases], 0.05)
+    record = prove(SHORT, settings=ENOUGH.model_copy(update={"width": width}))
+    assert processes_of(record) == [[0, 1, 2]]
+    assert "again" not in gate_of(record, "bench").summary

@@ -91,11 +91,15 @@ def test_every_arm_has_its_share_of_the_roofline():
     assert float(table.rows[4][-1].removesuffix(" %")) == pytest.approx(limit / seconds * 100, rel=5e-3)
 
 
-def test_several_runs_have_an_index():
+def test_several_runs_have_an_index_and_stand_side_by_side():
     runs = [build_record(), build_record(suite="other", day=1), build_record(gpu=None, day=2)]
     page = build_page([Judged(run, []) for run in runs])
     assert page.index is not None
     assert [row[-1] for row in page.index.rows] == [run.id for run in runs]
+    title, table = page.beside[1]
+    assert title == "graph time against sdpa"
+    assert table.columns == ["case", "speedup, run 1", "speedup, run 2", *(f"flash_attention, run {n}" for n in (1, 2))]
+    assert "differ" not in table.caption
     assert len({run.anchor for run in page.runs}) == 3
 
 

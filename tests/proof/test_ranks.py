@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe_science.errors import ProofError
+from flashmoe_science.errors import EvidenceError, ProofError
 from flashmoe_science.proof.gates import ProveRequest, check_request, prove
 from flashmoe_science.proof.judge.claims import why_not
+from flashmoe_science.proof.judge.comparable import check_comparable
 from flashmoe_science.proof.judge.consistency import check_alone, contradiction
 from flashmoe_science.proof.judge.judge import VerdictStatus
 from flashmoe_science.proof.judge.new_claim import ClaimRequest, make_claims
@@ -205,6 +206,11 @@ def test_a_claim_says_on_how_many_gpus_and_what_share_of_one_it_is():
     (of_one,) = make_claims(one, ClaimRequest(factor=1.8))
     assert "ranks" not in of_one.model_dump(exclude_defaults=True)
     assert why_not(of_one, record) == "the record is of 2 GPUs, the claim of 1"
+
+
+def test_runs_of_other_ranks_are_not_compared():
+    with pytest.raises(EvidenceError, match="ranks is 2 over NVLink in A and 2 over PCIe in B"):
+        check_comparable(record_of(), record_of(link="PCIe"), ["wall"])
 
 
 def faults(change, check="ranks"):

@@ -8,7 +8,7 @@ import pytest
 
 from flashmoe_science.errors import EvidenceError
 from flashmoe_science.proof.records.documents import parse_record, read_record, record_text
-from flashmoe_science.proof.records.store import Archive, Store
+from flashmoe_science.proof.records.store import Store
 
 from .builders import build_record
 
@@ -89,4 +89,4 @@ def test_a_file_and_a_store_are_read_so_too(tmp_path):
     case = record.cases[0].model_copy(update={"arms": [arm, *record.cases[0].arms[1:]]})
     store.save(record.model_copy(update={"cases": [case]}))
     with pytest.raises(EvidenceError, match="it says 40000 tflops"):
-        Archive(store, None).load(record.id)
+        store.load(record.id)

@@ -16,6 +16,8 @@ from flashmoe_science.proof.judge.rows import KINDS, arm_rows, format_ratio
 from flashmoe_science.proof.judge.verify import verify_claim
 from flashmoe_science.proof.records.documents import write_record
 from flashmoe_science.proof.records.evidence import Accuracy
+from flashmoe_science.proof.report.html import render_html
+from flashmoe_science.proof.report.markdown import render_markdown
 from flashmoe_science.proof.report.page import Judged, build_page
 from flashmoe_science.proof.report.readme import (
     BEGIN,
@@ -30,7 +32,6 @@ from flashmoe_science.proof.report.readme import (
     rule_section,
     slower_section,
 )
-from flashmoe_science.proof.report.render import render_html, render_markdown
 
 from .builders import H200, L4, build_record
 from .claim_builders import build_claim, claim_toml, suite_toml

@@ -9,8 +9,8 @@ import shutil
 import pytest
 
 from flashmoe_science.proof.judge.judge import judge
+from flashmoe_science.proof.report.html import render_html
 from flashmoe_science.proof.report.page import Judged, build_page
-from flashmoe_science.proof.report.render import render_html
 
 from ..required import import_needed, missing
 from .builders import build_record

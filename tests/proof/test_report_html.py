@@ -13,8 +13,8 @@ import pytest
 
 from flashmoe_science.proof.judge.judge import judge
 from flashmoe_science.proof.records.evidence import Record
+from flashmoe_science.proof.report.html import render_html
 from flashmoe_science.proof.report.page import Judged, build_page
-from flashmoe_science.proof.report.render import render_html
 
 from .builders import build_record
 from .claim_builders import SENTENCE, build_claim

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 from flashmoe_science.proof.judge.judge import judge
+from flashmoe_science.proof.report.html import render_html
+from flashmoe_science.proof.report.markdown import escape, render_markdown
 from flashmoe_science.proof.report.page import Judged, build_page
-from flashmoe_science.proof.report.render import escape, render_html, render_markdown
 
 from .builders import build_record
 from .claim_builders import SENTENCE, build_claim

@@ -9,8 +9,9 @@ from rich.console import Console
 from flashmoe_science.proof.judge.judge import judge
 from flashmoe_science.proof.judge.limits import not_seen
 from flashmoe_science.proof.records.evidence import Gate, GateStatus
+from flashmoe_science.proof.report.html import render_html
+from flashmoe_science.proof.report.markdown import render_markdown
 from flashmoe_science.proof.report.page import Judged, build_page
-from flashmoe_science.proof.report.render import render_html, render_markdown
 from flashmoe_science.proof.report.terminal import (
     case_table,
     gate_lines,

@@ -87,6 +87,22 @@ def test_only_what_is_missing_is_measured_and_the_whole_is_what_one_run_gives(gp
     assert all(arm.status == "measured" for each in record.cases for arm in each.arms)
 
 
+def test_processes_that_wide_intervals_asked_for_are_gone_on_with(gpu):
+    def unsteady(payload, case):
+        shift = 1 + 0.05 * (-1) ** payload["process"]
+        for times in case["rounds"]["seconds"].values():
+            times["fake_attention"] = [shift * time for time in times["fake_attention"]]
+        return case
+
+    gpu.change = unsteady
+    settings = Settings(times=["kernel"], width=0.02)
+    old = interrupted(gpu, step=4, case=1, settings=settings)  # the second of the three more processes
+    record = run_chain(request(resume=old, settings=settings))
+    names = ["s65", "s66", "s67"]
+    assert [(p, [n.rstrip("_") for n in found]) for p, _, found in measured(gpu)] == [(4, names[1:]), (5, names)]
+    assert [sorted(set(rounds)) for (rounds,) in cells(record)] == [[0, 1, 2, 3, 4, 5]] * 3
+
+
 def test_finished_cases_are_kept_as_they_are_and_rounds_say_which_run_took_them(gpu):
     old = interrupted(gpu, step=5, case=2)  # all of the last case's kernel time in its last process is missing
     gpu.seconds = {"fake_attention": 4e-3, "sdpa": 8e-3, "sdpa#2": 8e-3}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from itertools import product
+from itertools import combinations, product
 
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
 from flashmoe_science.errors import InputError, TooFewRoundsError
+from flashmoe_science.proof.judge.familywise import unpaired_intervals
 from flashmoe_science.proof.judge.statistics import (
     Interval,
     clustered_interval,
@@ -20,6 +21,7 @@ from flashmoe_science.proof.judge.statistics import (
     log_ratios,
     processes_needed,
     rounds_needed,
+    shift_interval,
     smallest_effect,
     suite_interval,
 )
@@ -325,8 +327,33 @@ def test_one_process_needs_rounds():
     assert processes_needed([values], 0.004) == rounds_needed(values, 0.004)
 
 
+@pytest.mark.parametrize(("m", "n"), [(4, 4), (5, 5), (6, 4), (4, 7)])
+def test_the_interval_of_a_shift_is_that_of_the_mann_whitney_test(m, n):
+    """Counted over every order of two samples: each end leaves out as many differences as 2.5 % of orders allow."""
+    sums = sorted(sum(places) - m * (m - 1) // 2 for places in combinations(range(m + n), m))
+    dropped = sum(sums.index(u) + sums.count(u) <= 0.025 * len(sums) for u in set(sums))
+    above, below = [2.0**i for i in range(m)], [0.3**i for i in range(n)]
+    differences = sorted(a - b for a, b in product(above, below))
+    found = shift_interval(above, below)
+    assert (found.low, found.high) == (differences[dropped - 1], differences[-dropped])
+    assert found.estimate == np.median(differences)
+
+
+def test_a_shift_of_few_values_has_no_interval():
+    with pytest.raises(TooFewRoundsError, match="3 and 3 rounds cannot give an interval"):
+        shift_interval([1.0, 2.0, 3.0], [0.0, 0.5, 0.9])
+
+
 def test_two_processes_that_are_alike_need_more_of_them_for_rounds_alone():
     rounds = np.random.default_rng(0).normal(0.0, 1.0, 10).tolist()
     needed = rounds_needed([*rounds, *rounds], 0.1)
     assert needed is not None
     assert processes_needed([rounds, rounds], 0.1) == math.ceil(needed / 10)
+
+
+def test_one_process_on_a_side_leaves_two_runs_to_their_rounds():
+    """It says nothing of how processes differ, so nothing is said for the other side either."""
+    rng = np.random.default_rng(5)
+    one, two = _groups(rng, processes=1), _groups(rng, processes=2)
+    (found,) = unpaired_intervals([(one, two)])
+    assert found == shift_interval(_pooled(one), _pooled(two))

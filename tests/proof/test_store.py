@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import json
 import math
+import subprocess
+import sys
+import threading
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +17,7 @@ import pytest
 from flashmoe_science.errors import EvidenceError
 from flashmoe_science.proof.records.documents import parse_record, read_record, record_path, record_text, write_record
 from flashmoe_science.proof.records.evidence import Accuracy, Launch
+from flashmoe_science.proof.records.ledger import Entry
 from flashmoe_science.proof.records.store import (
     Archive,
     Store,
@@ -22,6 +28,7 @@ from flashmoe_science.proof.records.store import (
 )
 
 from .builders import build_gates, build_record
+from .processes import python_path
 
 ROOT = Path(__file__).parents[2]
 FIRST = "20260101T000000Z-seed-flash_attention-000000"
@@ -115,7 +122,7 @@ def test_an_error_that_is_no_number_is_kept_as_valid_json(store):
     arm = record.cases[0].arms[0].model_copy(update={"accuracy": accuracy})
     record = record.model_copy(update={"cases": [record.cases[0].model_copy(update={"arms": [arm]})]})
     store.save(record)
-    assert Archive(store, None).load(record.id).cases[0].arms[0].accuracy == accuracy
+    assert store.load(record.id).cases[0].arms[0].accuracy == accuracy
     json.loads(record_text(record), parse_constant=pytest.fail)
 
 
@@ -126,35 +133,35 @@ def test_saving_again_replaces_the_record(store):
     record = build_record()
     store.save(record.model_copy(update={"complete": False, "cases": record.cases[:1]}))
     store.save(record)
-    assert Archive(store, None).load(record.id) == record
-    assert [run.cases for run in Archive(store, None).runs()] == [3]
+    assert store.load(record.id) == record
+    assert [run.cases for run in store.runs()] == [3]
 
 
 def test_a_unique_prefix_is_enough(store):
     for day in (0, 1):
         store.save(build_record(day=day))
-    assert Archive(store, None).load("20260102").id == SECOND
+    assert store.load("20260102").id == SECOND
     with pytest.raises(EvidenceError, match=f"'2026' begins 2 ids: {SECOND}, {FIRST}\nhint: give more of the id"):
-        Archive(store, None).load("2026")
+        store.load("2026")
 
 
 def test_an_id_that_begins_another_id_is_found(store):
     record = build_record()
     store.save(record)
     store.save(record.model_copy(update={"id": record.id + "1"}))
-    assert Archive(store, None).load(record.id).id == record.id
+    assert store.load(record.id).id == record.id
 
 
 def test_an_unknown_id_suggests_the_nearest(store):
     store.save(build_record())
     with pytest.raises(EvidenceError, match=f"hint: did you mean {FIRST}?"):
-        Archive(store, None).load(FIRST.replace("seed", "sede"))
+        store.load(FIRST.replace("seed", "sede"))
 
 
 def test_reading_creates_nothing(store, tmp_path):
-    assert Archive(store, None).runs() == []
+    assert (store.runs(), store.costs()) == ([], [])
     with pytest.raises(EvidenceError, match="there is no run"):
-        Archive(store, None).load("2026")
+        store.load("2026")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -181,7 +188,7 @@ def test_runs_come_newest_first_and_filtered(store):
 )
 def test_a_summary_is_the_same_of_a_record_and_of_its_file(store, record, expected):
     store.save(record)
-    (run,) = Archive(store, None).runs()
+    (run,) = store.runs()
     assert run == summarize(record)
     assert (run.gpu, run.result, run.cases, run.measured) == expected
 
@@ -199,7 +206,7 @@ def test_a_url_or_a_file_is_no_store(tmp_path, monkeypatch, how):
     for name, said in named.items():
         monkeypatch.setenv("FLASHMOE_STORE", name)
         with pytest.raises(EvidenceError) as raised:
-            Archive(Store(name if how == "argument" else None), None).runs()
+            Store(name if how == "argument" else None).runs()
         assert str(raised.value).startswith(f"the store must be a folder, got {said}")
         assert "abcdef" not in str(raised.value)
 
@@ -219,6 +226,50 @@ def test_where_the_default_store_is(monkeypatch, variables, expected):
     for name, value in {"HOME": "/home/me", **variables}.items():
         monkeypatch.setenv(name, value)
     assert default_folder() == Path(expected)
+
+
+# the ledger
+
+
+def study(run="s", **changes) -> Entry:
+    return replace(Entry("2026-01-01", run, "study", "mine", "seed", "H200", gpu_seconds=60.0), **changes)
+
+
+def test_a_line_that_is_no_row_is_named(store):
+    store.book(study())
+    with (store.folder / "ledger.jsonl").open("a") as file:
+        file.write('{"run": 3}\n')
+    with pytest.raises(EvidenceError, match=r"ledger\.jsonl:2: is no row of a ledger"):
+        store.costs()
+
+
+def test_processes_that_share_a_store_lose_no_row(store):
+    code = (
+        "import sys\nfrom flashmoe_science.proof.records.ledger import Entry\n"
+        "from flashmoe_science.proof.records.store import Store\n"
+        "for n in range(15): Store(sys.argv[1]).book(Entry('2026', f'{sys.argv[2]}-{n}', 'study', '', '', '', 1.0))"
+    )
+    command = [sys.executable, "-c", code, str(store)]
+    environment = {"PYTHONPATH": python_path(ROOT / "src")}
+    running = [subprocess.Popen([*command, str(number)], env=environment) for number in range(3)]
+    assert [process.wait() for process in running] == [0, 0, 0]
+    assert len(store.costs()) == 45
+
+
+def test_a_line_that_another_process_is_writing_is_waited_for(store):
+    store.book(study("first"))
+    line = json.dumps(asdict(study("second"))) + "\n"
+    found = []
+    reader = threading.Thread(target=lambda: found.extend(store.costs()))
+    with (store.folder / "ledger.jsonl").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write(line[:20])
+        file.flush()
+        reader.start()
+        reader.join(0.2)
+        file.write(line[20:])
+    reader.join()
+    assert [entry.run for entry in found] == ["first", "second"]
 
 
 # the evidence of a repository
@@ -252,6 +303,7 @@ def test_a_renamed_evidence_file_is_found_by_its_id(store, repository, name):
     write_record(record, repository / "evidence" / name)
     archive = Archive(store, repository)
     assert archive.load(record.id[:12]) == record
+    assert (archive.has(FIRST), archive.has(SECOND)) == (True, False)
 
 
 def test_a_broken_evidence_file_is_named_and_hides_no_other(store, repository):

@@ -19,7 +19,7 @@ else:
 from flashmoe_science.errors import SubjectError
 from flashmoe_science.proof.records.evidence import SubjectInfo
 from flashmoe_science.proof.subject import loading as subjects
-from flashmoe_science.proof.subject.loading import load_entry, load_operator, load_subject
+from flashmoe_science.proof.subject.loading import load_entry, load_operator, load_subject, same_entry
 from flashmoe_science.proof.subject.operator import framework_kernels, ours
 from flashmoe_science.proof.subject.registry import BUILTIN_OPERATORS
 from flashmoe_science.proof.subject.subject import KernelPromise, Limits, Subject, expand_sources, hash_sources
@@ -173,6 +173,20 @@ def test_builtin_name_asks_the_operator(monkeypatch):
     assert subject.entry_point == f"{OPERATOR}:attend"
     assert (subject.folder / "proof" / "records" / "evidence.py").is_file()
     assert subject.devices == ("cuda", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("flashmoe_science.attention.operator:f", "flashmoe_science.operators.attention:f", True),
+        ("flashmoe_science.attention.operator:f", "flashmoe_science.operators.attention:g", False),
+        ("mine.attention:f", "mine.operators.attention:f", False),
+        ("mine:f", "flashmoe_science.operators.attention:f", False),
+        ("mine:f", "mine:f", True),
+    ],
+)
+def test_entry_points_of_ours_are_compared_without_their_module(one, other, same):
+    assert same_entry(one, other) is same
 
 
 def test_sources_are_expanded_and_hashed(folder):

@@ -17,9 +17,10 @@ from ..proof.subject.loading import load_subject, operator_of
 from ..proof.subject.subject import Subject
 from ..proof.subject.suites import Suite, SuiteCase, list_suites, load_suite, suite_beside
 from .exit_codes import GATE_FAILED, HOLDS, INCONCLUSIVE
-from .options import Json, argument, option, split
+from .names import check_name, gpu_named
+from .options import Json, argument, flag, option, split
 from .run_shared import as_typed
-from .terminal import Terminal, as_plain
+from .terminal import Terminal, as_plain, write_file
 
 DEFAULT_SUITE = "seed"
 
@@ -32,18 +33,30 @@ def diagnose(
         list[str] | None,
         option("--case", "NAME", "Repeat it. Default: the largest of suite.toml beside kernel.toml, or of seed."),
     ] = None,
+    baseline: Annotated[
+        list[str] | None,
+        option("--baseline -b", "NAME", "A baseline to time beside it. Default: the operator's first."),
+    ] = None,
+    gpu: Annotated[
+        str | None, option("--gpu", "NAME", "Show what compilation alone shows for this GPU, e.g. L4.")
+    ] = None,
+    counters: Annotated[
+        bool, flag("--counters/--no-counters", "Use Nsight Compute, where it may read counters.")
+    ] = True,
     seed: Annotated[int, option("", "N", "Seed of the inputs.", min=0)] = 0,
+    output: Annotated[Path | None, option("--output -o", "FILE", "Also write the diagnosis to FILE, as JSON.")] = None,
     as_json: Json = False,
 ) -> None:
     """Test every hypothesis of why a kernel is slow: confirmed, ruled out or undecided, with the numbers.
 
     Causes come first, sorted by the part of a call that each explains, with a remedy and the most that it can gain.
-    It needs a GPU.
+    Without a GPU, or for another GPU than the one here, it shows what compilation alone shows.
 
     \b
     Examples:
       flashmoe diagnose my_kernel.toml --case b1_h1_s512_d64_fp16
-      flashmoe diagnose flash_attention --suite standard --json > why.json
+      flashmoe diagnose flash_attention --suite standard -o why.json
+      flashmoe diagnose forward_triton --case b1_h1_s512_d64_fp16 --gpu L4
 
     \b
     Exit codes:
@@ -52,9 +65,15 @@ def diagnose(
     """
     terminal = Terminal(as_json=as_json)
     chosen = load_subject(subject)
+    baselines = list(operator_of(chosen).baselines())
+    for name in split(baseline):
+        check_name("baseline", name, baselines)
     request = Request(
         subject=chosen,
         cases=_cases(chosen, suite, split(case)),
+        baselines=list(dict.fromkeys(split(baseline))) or baselines[:1],
+        gpu=gpu_named(gpu) if gpu else None,
+        counters=counters,
         seed=seed,
         command=as_typed(context.obj or []),
     )
@@ -64,6 +83,8 @@ def diagnose(
 
     terminal.say(f"diagnosing {request.subject.name}: {', '.join(case.name for case in request.cases)}")
     diagnosis = gather.diagnose(request, describe_apart(), say=say)
+    if output is not None:
+        write_file(output, diagnosis.model_dump_json(indent=1) + "\n")
     if diagnosis.failed is not None:
         terminal.show("", failed_lines(diagnosis))
     for found in diagnosis.cases:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Annotated, Any, Literal
 
 import typer
@@ -25,22 +24,6 @@ from .terminal import Terminal
 _COMPILE_TIMEOUT_S = 900.0
 _RESOURCES = ("registers", "spill_bytes", "shared_memory_bytes", "seconds")
 _ROTATED = 64  # columns of MLA's keys that are no values
-_PROBLEMS = {
-    "attention": "attention.problem:AttentionProblem",
-    "cache": "attention.decode.problem:CacheProblem",
-    "experts": "moe.problem:MoeProblem",
-}
-# Of a call, or of its gradients: what plans it, and what prepares its kernels, which imports torch.
-_PARTS = {
-    ("attention", False): ("attention.forward.plan:plan_attention", "attention.forward.prepare:prepare_kernels"),
-    ("attention", True): (
-        "attention.backward.plan:plan_backward",
-        "attention.backward.prepare:prepare_backward_kernels",
-    ),
-    ("cache", False): ("attention.decode.plan:plan_with_kv_cache", "attention.decode.prepare:prepare_cache_kernels"),
-    ("experts", False): ("moe.plan:plan_moe", "moe.prepare:prepare_moe_kernels"),
-    ("experts", True): ("moe.backward.plan:plan_backward", "moe.backward.prepare:prepare_backward_kernels"),
-}
 _TRAINED = ("x", "topk_weights", "w_gate_up", "w_down")  # of experts: what has gradients
 
 
@@ -115,7 +98,7 @@ class Explained:
     """A call to explain."""
 
     operator: Literal["attention", "cache", "experts"]
-    sizes: Mapping[str, Any]  # of its problem
+    sizes: Mapping[str, Any]  # of ``AttentionProblem``, ``CacheProblem`` or ``MoeProblem``
 
 
 def attention_call(shape: str, more: Mapping[str, Any]) -> Explained:
@@ -189,21 +172,57 @@ def _gpu_here() -> GpuSpec | None:
     return current_gpu()
 
 
-def _load(place: str) -> Any:
-    """Return what has a name in a module of this package, which is imported now."""
-    module, _, name = place.partition(":")
-    return getattr(import_module(f"..{module}", __package__), name)
-
-
 def _plan_call(call: Explained, gpu: GpuSpec, *, backward: bool) -> Any:
     """Return the plan of a call."""
-    problem, plan = _load(_PROBLEMS[call.operator]), _load(_PARTS[call.operator, backward][0])
-    if not backward:
-        return plan(problem(**call.sizes), gpu)
     if call.operator == "experts":
-        return plan(problem(**call.sizes, keep_product=True), gpu, _TRAINED)
-    kernel = os.environ.get(_load("attention.backward.plan:BACKWARD_KERNEL")) or "auto"
-    return plan(_load("attention.backward.problem:BackwardProblem")(problem(**call.sizes)), gpu, kernel)
+        from ..moe.problem import MoeProblem
+
+        if backward:
+            from ..moe.backward.plan import plan_backward as plan_moe_backward
+
+            return plan_moe_backward(MoeProblem(**call.sizes, keep_product=True), gpu, _TRAINED)
+        from ..moe.plan import plan_moe
+
+        return plan_moe(MoeProblem(**call.sizes), gpu)
+    if call.operator == "cache":
+        from ..attention.decode.plan import plan_with_kv_cache
+        from ..attention.decode.problem import CacheProblem
+
+        return plan_with_kv_cache(CacheProblem(**call.sizes), gpu)
+    from ..attention.problem import AttentionProblem
+
+    problem = AttentionProblem(**call.sizes)
+    if backward:
+        from ..attention.backward.plan import BACKWARD_KERNEL, plan_backward
+        from ..attention.backward.problem import BackwardProblem
+
+        return plan_backward(BackwardProblem(problem), gpu, os.environ.get(BACKWARD_KERNEL) or "auto")
+    from ..attention.forward.plan import plan_attention
+
+    return plan_attention(problem, gpu)
+
+
+def _prepare_call(call: Explained, plan: Any, *, backward: bool) -> Iterable[Any]:
+    """Return the kernels of a planned call, ready to be compiled. Imports torch."""
+    if call.operator == "experts":
+        if backward:
+            from ..moe.backward.prepare import prepare_backward_kernels as prepare_moe_backward_kernels
+
+            return prepare_moe_backward_kernels(plan)
+        from ..moe.prepare import prepare_moe_kernels
+
+        return prepare_moe_kernels(plan)
+    if call.operator == "cache":
+        from ..attention.decode.prepare import prepare_cache_kernels
+
+        return prepare_cache_kernels(plan)
+    if backward:
+        from ..attention.backward.prepare import prepare_backward_kernels
+
+        return prepare_backward_kernels(plan)
+    from ..attention.forward.prepare import prepare_kernels
+
+    return prepare_kernels(plan)
 
 
 def _compile_apart(payload: dict[str, Any]) -> list[dict[str, Any]]:
@@ -223,9 +242,9 @@ def compile_call(payload: dict[str, Any], emit: object) -> dict[str, Any]:  # no
     from ..gpu.compile import read_resources
 
     call, gpu, backward = Explained(**payload["call"]), GpuSpec(**payload["gpu"]), payload["backward"]
-    prepare, compiled = _load(_PARTS[call.operator, backward][1]), []
+    compiled = []
     try:
-        for kernel in prepare(_plan_call(call, gpu, backward=backward)):
+        for kernel in _prepare_call(call, _plan_call(call, gpu, backward=backward), backward=backward):
             found = read_resources(kernel.source, gpu.arch)
             compiled.append({"kernel": kernel.source.name, **{name: getattr(found, name) for name in _RESOURCES}})
     except CompileError as error:

@@ -111,7 +111,7 @@ def _import_all(store: Store, paths: Sequence[Path], *, replace: bool) -> Iterat
 def _import(store: Store, path: Path, *, replace: bool) -> Carried:
 
     record = read_record(path)
-    known = Archive(store, None).load(record.id) if record.id in store.ids(record.id) else None
+    known = store.load(record.id) if record.id in store.ids(record.id) else None
     if known == record:
         return Carried(path, record.id, "same")
     if known is not None and known.complete and not replace:  # one that is incomplete grows

@@ -13,8 +13,9 @@ from ..proof.judge.run_verdicts import last_word
 from ..proof.records.documents import read_record
 from ..proof.records.evidence import Record, TimeKind
 from ..proof.records.store import Archive, Store, find_repository, is_path
+from ..proof.report.html import render_html
+from ..proof.report.markdown import render_markdown
 from ..proof.report.page import Judged, Page, build_page
-from ..proof.report.render import render_html, render_markdown
 from ..proof.report.terminal import count_line
 from .options import Json, Metric, StoreName, Trust, argument, option
 from .show import conclude_now, trust_repository
@@ -42,7 +43,7 @@ def report(
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Make one self-contained page about a run, or several: verdicts, gates, speed, roofline, raw numbers.
+    """Make one self-contained page about a run, or several side by side: verdicts, gates, speed, roofline, raw numbers.
 
     The page is one file without scripts, and it fetches nothing. The suffix of FILE decides: HTML, Markdown or CSV.
 

@@ -100,8 +100,12 @@ def make_keeper(terminal: Terminal, store: Store, repository: Path | None) -> Ke
     return keeper
 
 
-def make_meter(terminal: Terminal, archive: Archive, budget: float | None = None) -> Meter:
-    """Return the meter of a run. A store that cannot be read costs the estimate its history, not the run."""
+def make_meter(terminal: Terminal, archive: Archive, budget: float | None = None, *, host: str = "") -> Meter:
+    """Return the meter of a run, on ``host`` where it is borrowed.
+
+    A store that cannot be read costs the estimate its history, not the run.
+    """
+    where = f"{host}: " if host else ""
 
     def history(record: Record) -> list[PastRun]:
         try:
@@ -111,7 +115,7 @@ def make_meter(terminal: Terminal, archive: Archive, budget: float | None = None
             return []
 
     rates = load_rates(archive.repository)
-    return Meter(rates, history, budget=budget, announce=lambda bill: terminal.say(bill.announcement()))
+    return Meter(rates, history, budget=budget, announce=lambda bill: terminal.say(where + bill.announcement()))
 
 
 def check_budget(dollars: float | None) -> float | None:

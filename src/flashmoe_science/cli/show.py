@@ -17,13 +17,12 @@ import typer
 from ..errors import ClaimError, EvidenceError, InputError, SuiteError
 from ..proof.compare.compare import compare_revisions
 from ..proof.judge.judge import Verdict, exit_code
-from ..proof.judge.rows import csv_text, kinds_measured
+from ..proof.judge.rows import csv_text, kinds_measured, memory_rows
 from ..proof.judge.run_verdicts import EXPECTATION, conclude
 from ..proof.records.documents import read_record
 from ..proof.records.evidence import Record, TimeKind
 from ..proof.records.store import Archive, Store, find_repository, is_path
 from ..proof.report.junit import junit_xml, write_junit
-from ..proof.report.page import launches_of, memory_of
 from ..proof.report.terminal import (
     case_table,
     check_lines,
@@ -31,6 +30,8 @@ from ..proof.report.terminal import (
     count_line,
     gate_lines,
     head_lines,
+    launch_table,
+    memory_table,
     plain_table,
     record_checks,
     rule_lines,
@@ -198,8 +199,7 @@ def show(
         raise InputError(f"this run took {' and '.join(measured)} time, not {kind} time")
     if memory and kind is not None:
         raise InputError("a table has times or memory: take --time or --memory, not both")
-    tables = [*(memory_of(record) if memory else ()), *(launches_of(record) if verbose else ())]
-    if memory and not memory_of(record):
+    if memory and not memory_rows(record):
         raise InputError("this run counted no memory", hint="gates quick and bench count it, on a GPU")
     if csv is not None:
         write_file(csv, csv_text([record]))
@@ -212,10 +212,10 @@ def show(
     terminal.show("")
     if record.cases:
         unmeasured = unmeasured_lines(record)
-        times = [] if memory else [case_table(record, cast("TimeKind | None", kind))]
-        terminal.show(*times, *([unmeasured] if unmeasured else []), "")
-    for table in tables:
-        terminal.show(f"{table.caption}:", plain_table(table.columns, table.rows), "")
+        table = memory_table(record) if memory else case_table(record, cast("TimeKind | None", kind))
+        terminal.show(table, *([unmeasured] if unmeasured else []), "")
+    if verbose and any(arm.launches for case in record.cases for arm in case.arms):
+        terminal.show(launch_table(record), "")
     document = {"record": as_plain(record), "verdicts": [as_plain(verdict) for verdict in verdicts]}
     if comparison:
         terminal.show(comparison_lines(comparison))
@@ -271,7 +271,7 @@ def runs(
 
 
 def doctor(as_json: Json = False) -> None:
-    """Check GPU, driver, torch, triton, nvcc and clocks; every trouble with a hint. `flashmoe baselines` tries those.
+    """Check GPU, driver, torch, triton, nvcc, Nsight Compute, baselines and clocks; every trouble with a hint.
 
     \b
     Example:

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
-from rich.table import Column
+from rich.table import Column, Table
 from rich.text import Text
 from rich.theme import Theme
 
@@ -209,6 +209,7 @@ class ChainProgress:
     Args:
         terminal: To print to.
         clock: Returns seconds.
+        host: The machine that every line names, where several run at the same time.
         on_start: Gets the name of each gate that begins.
     """
 
@@ -217,10 +218,12 @@ class ChainProgress:
         terminal: Terminal,
         *,
         clock: Callable[[], float] = time.monotonic,
+        host: str = "",
         on_start: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._terminal = terminal
         self._on_start = on_start
+        self._host = host
         self._clock = clock
         self._bar: Progress | None = None
         self._task = TaskID(0)
@@ -234,7 +237,7 @@ class ChainProgress:
         self._on_start(gate)
         self._gate, self._total = gate, 0
         self._started = self._last_line = self._clock()
-        if self._terminal.log.is_terminal:
+        if self._terminal.log.is_terminal and not self._host:
             self._bar = _bar(self._terminal.log)
             self._task = self._bar.add_task(gate, total=None, label="")
             self._bar.start()
@@ -258,7 +261,12 @@ class ChainProgress:
     def finish(self, gate: Gate) -> None:
         """A gate ended: its line is data, and stays."""
         self.close()
-        self._terminal.say(gate_lines(gate, said=self._hints))
+        lines = gate_lines(gate, said=self._hints)
+        if self._host:
+            table = Table.grid(padding=(0, 1, 0, 0))
+            table.add_row(f"{self._host}:", lines)
+            lines = table
+        self._terminal.say(lines)
         self._hints.add(gate.hint)
 
     def close(self) -> None:
@@ -268,7 +276,7 @@ class ChainProgress:
             self._bar = None
 
     def _line(self, text: str) -> None:
-        words = ": ".join(word for word in (self._gate, text) if word)
+        words = ": ".join(word for word in (self._host, self._gate, text) if word)
         self._terminal.log.print(words, style="dim", soft_wrap=True)
 
 

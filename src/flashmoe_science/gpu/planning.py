@@ -7,6 +7,7 @@ import importlib.metadata
 from dataclasses import dataclass
 
 from ..errors import UnsupportedError
+from .machine_code import KernelCode
 from .specs import OLDEST_TRITON
 
 OLDEST_ARCH = 80  # asynchronous copies to shared memory, and bf16
@@ -24,6 +25,17 @@ class PlannedLaunch:
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     shared_memory_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class PlannedKernel:
+    """One kernel of a plan with its machine code."""
+
+    name: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_memory_bytes: int
+    code: KernelCode
 
 
 @dataclass(frozen=True)

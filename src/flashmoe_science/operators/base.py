@@ -15,7 +15,7 @@ import torch
 
 from ..errors import CompileError, InputError, UnsupportedError
 from ..gpu.device import current_gpu
-from ..gpu.planning import PlannedLaunch
+from ..gpu.planning import PlannedKernel, PlannedLaunch
 from ..gpu.specs import GpuSpec, find_gpu
 from .baselines.base import Baseline, Inputs
 from .stress import OF_LAYOUT, OF_VALUES, laid_out
@@ -250,6 +250,23 @@ class KernelOperator:
             dataclasses.replace(launch, shared_memory_bytes=compiled.metadata.shared)
             for launch, _, compiled in self._compiled(subject, problem, gpu)
         ]
+
+    def planned_kernels(self, subject: str, problem: Any, gpu: str) -> Sequence[PlannedKernel]:
+        """Return the kernels that ``subject`` would launch on ``gpu``, compiled for it.
+
+        Raises:
+            CompileError: a kernel does not compile.
+        """
+        from ..gpu.compile import read_code
+
+        spec = find_gpu(gpu)
+        return [
+            PlannedKernel(
+                launch.pattern, launch.grid, launch.block, compiled.metadata.shared,
+                read_code(compiled, kernel, spec.arch),
+            )
+            for launch, kernel, compiled in self._compiled(subject, problem, spec)
+        ]  # fmt: skip
 
     def _compiled(self, subject: str, problem: Any, gpu: GpuSpec) -> Iterator[tuple[PlannedLaunch, str, Any]]:
         """Yield each launch of the plan, its kernel's name, and the kernel as Triton compiled it."""

@@ -20,7 +20,7 @@ from flashmoe_science.proof.subject.suites import Suite, SuiteCase
 
 from ..builders import H200
 from ..chain import environment_with
-from ..simulated import SimulatedTimer, implementation, loaded
+from ..simulated import SimulatedTimer, implementation, loaded, make_baseline
 from . import rows_operator
 from .rows_operator import GridGpu, Problem, row_loop
 
@@ -31,9 +31,10 @@ CASE = SuiteCase("r8_n64", Problem(8, 64), "made for a test")
 class InProcess:
     """Runs the tasks of a diagnosis here, on the simulated GPU."""
 
-    def __init__(self, gpu, entry, crash_in=""):
+    def __init__(self, gpu, entry, baseline=None, crash_in=""):
         self.gpu, self.crash_in = gpu, crash_in
         self.arms = [loaded("ours", entry, role="subject")]
+        self.baselines = [] if baseline is None else [baseline]
         self.calls: list[tuple[str, list[str]]] = []
 
     def __call__(self, task, payload, *, timeout_s, on_event=None):
@@ -54,7 +55,8 @@ class InProcess:
                 settings = Settings.model_validate(payload["settings"])
                 assert (payload["control"], payload["thorough"]) == (False, False)  # nothing is claimed
                 plan = Plan(settings, payload["times"], 0, control=False, thorough=False)
-                found = measure_case(case, self.arms, plan, timer, on_round=lambda done, total: None)
+                arms = [*self.arms, *self.baselines]
+                found = measure_case(case, arms, plan, timer, on_round=lambda done, total: None)
             on_event({"event": "case", "case": found})
         return TaskResult(ok=True, data={}, reason="", seconds=1.0, output_tail="")
 
@@ -67,11 +69,11 @@ class Observer:
         self.lines: list[str] = []
         self.monkeypatch = monkeypatch
 
-    def __call__(self, entry, *, subject=SUBJECT, case=CASE, operator=None, **changes):
+    def __call__(self, entry, *, subject=SUBJECT, case=CASE, baselines=(), operator=None, counters=False, **changes):
         if operator is not None:
             self.monkeypatch.setattr(rows_operator, "OPERATOR", operator)
         process = InProcess(self.gpu, entry, **changes)
-        wish = Request(subject, [case], seed=1)
+        wish = Request(subject, [case], baselines, seed=1, counters=counters)
         (found,) = observe_here(wish, H200, say=self.lines.append, run=process)
         return found, process
 
@@ -93,6 +95,15 @@ def test_a_serial_loop_on_a_small_grid_is_found(observe):
     assert case.causes[:2] == ["grid too small", "serial loop"]
     shares = {each.hypothesis: each.share for each in case.findings}
     assert shares["grid too small"] == pytest.approx((1 - 8 / 132) * 66 / 76, abs=0.01)
+
+
+def test_a_baseline_is_timed_beside_it(observe):
+    fast = implementation(observe.gpu, seconds=4e-6, name="library")
+    observations, _ = observe(
+        row_loop(observe.gpu), baselines=["sdpa"], baseline=loaded("sdpa", fast, baseline=make_baseline("sdpa"))
+    )
+    (found,) = observations.baselines
+    assert (found.name, found.times.graph) == ("sdpa", pytest.approx(4e-6))
 
 
 def test_a_call_that_no_graph_can_hold_is_compared_by_kernel_time(observe):
@@ -157,13 +168,13 @@ def test_a_subject_that_cannot_be_loaded_is_said_with_its_last_words(observe):
 
 
 def request(**changes):
-    return Request(**{"subject": SUBJECT, "cases": [CASE], **changes})
+    return Request(**{"subject": SUBJECT, "cases": [CASE], "baselines": [], **changes})
 
 
-def test_no_gpu_is_an_error():
+def test_no_gpu_and_none_named_is_an_error():
     with pytest.raises(InputError, match="there is no NVIDIA GPU here") as caught:
         diagnose(request(), environment_with(None), say=print)
-    assert "`flashmoe prove --gpu H200`" in caught.value.hint
+    assert "--gpu H200" in caught.value.hint
 
 
 def test_cases_are_chosen_by_name():

@@ -4,11 +4,30 @@ from __future__ import annotations
 
 import pytest
 
-from flashmoe_science.proof.diagnose.observations import Sensors, Status, Times
+from flashmoe_science.proof.diagnose.observations import (
+    CONFLICTS,
+    ISSUE,
+    LANES,
+    WARPS,
+    WAVEFRONTS,
+    Sensors,
+    Status,
+    Times,
+)
 
 from .made_up import PLAIN, TENSOR, finding, full_gpu, kernel, observe, scaled, serial_story
 
 CONFIRMED, RULED_OUT, CANNOT_TELL = Status.CONFIRMED, Status.RULED_OUT, Status.CANNOT_TELL
+
+DRAM = "dram__throughput.avg.pct_of_peak_sustained_elapsed"
+TENSOR_ACTIVE = "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active"
+
+
+def counted(blocks=132 * 16, **counters):
+    """Return a kernel whose counters were read."""
+    names = {"issue": ISSUE, "lanes": LANES, "warps": WARPS, "dram": DRAM, "tensor": TENSOR_ACTIVE}
+    changes = {name: counters.pop(name) for name in ("block", "registers", "shared_memory_bytes") if name in counters}
+    return kernel(blocks, counters={names.get(name, name): value for name, value in counters.items()}, **changes)
 
 
 @pytest.mark.parametrize(
@@ -156,6 +175,10 @@ def test_serial_loop(blocks, runs, status):
         (kernel(132, block=(64, 1, 1)), CONFIRMED),  # two of four schedulers have no warp
         (kernel(132 * 16), RULED_OUT),
         (kernel(132), CANNOT_TELL),
+        (counted(132, issue=75.0, lanes=31.5), RULED_OUT),
+        (counted(132, issue=12.0, lanes=31.5), CONFIRMED),
+        (counted(132, issue=45.0, lanes=31.5), CANNOT_TELL),
+        (counted(132 * 16, issue=75.0, lanes=8.0), CONFIRMED),  # most threads of a warp do nothing
         (kernel(8, grid=None), CANNOT_TELL),
     ],
 )
@@ -192,9 +215,60 @@ def test_spills_and_local_memory(code, status):
 
 
 @pytest.mark.parametrize(
+    ("one", "status"),
+    [
+        (counted(2112, shared_memory_bytes=110 * 1024, issue=15.0, warps=12.0), CONFIRMED),
+        (counted(2112, shared_memory_bytes=110 * 1024, issue=80.0, warps=12.0), RULED_OUT),
+        (kernel(2112, shared_memory_bytes=110 * 1024), CANNOT_TELL),
+        (kernel(2112, registers=32, shared_memory_bytes=0), RULED_OUT),  # threads are the limit: a full SM
+        (kernel(264, shared_memory_bytes=110 * 1024), RULED_OUT),  # all blocks fit at once
+        (kernel(2112, shared_memory_bytes=228 * 1024), CONFIRMED),  # not even one fits
+        (kernel(2112, shared_memory_bytes=None), CANNOT_TELL),
+    ],
+)
+def test_occupancy_capped(one, status):
+    assert finding(observe(kernels=[one]), "occupancy capped").status is status
+
+
+@pytest.mark.parametrize(
+    ("one", "status"),
+    [
+        (counted(**{CONFLICTS: 4e6, WAVEFRONTS: 8e6}), CONFIRMED),
+        (counted(**{CONFLICTS: 1e5, WAVEFRONTS: 8e6}), RULED_OUT),
+        (kernel(2112), CANNOT_TELL),
+        (kernel(2112, shared_memory_bytes=0), RULED_OUT),
+    ],
+)
+def test_bank_conflicts(one, status):
+    assert finding(observe(kernels=[one]), "bank conflicts").status is status
+
+
+def moved(read, written, device=500e-6, nbytes=1e8):
+    one = counted(**{"dram__bytes_read.sum": read, "dram__bytes_write.sum": written})
+    return observe(kernels=[one], device=device, nbytes=nbytes)
+
+
+@pytest.mark.parametrize(
+    ("observations", "status"),
+    [
+        (moved(1.2e9, 5e7), CONFIRMED),
+        (moved(9e7, 1e7), RULED_OUT),
+        (moved(3e6, 1e6, nbytes=1e6), RULED_OUT),  # four times the fewest, and no time to speak of
+        (observe(nbytes=1e8), CANNOT_TELL),
+        (observe(nbytes=1.7e9), RULED_OUT),  # in 500 us an H200 moves 2.4 GB: no more than 1.4 times as many
+        (observe(device=None), CANNOT_TELL),
+    ],
+)
+def test_more_bytes_than_needed(observations, status):
+    assert finding(observations, "more bytes moved than needed").status is status
+
+
+@pytest.mark.parametrize(
     ("changes", "status"),
     [
         ({"dram_bytes": 0.7 * 4.8e12 * 500e-6}, CONFIRMED),
+        ({"kernels": [counted(dram=85.0)]}, CONFIRMED),
+        ({"kernels": [counted(dram=20.0)]}, RULED_OUT),
         ({"dram_bytes": 1e8, "runs": copies(2.0, 4.0)}, RULED_OUT),  # four times the bytes in the same time
         ({"dram_bytes": 1e8}, CANNOT_TELL),
         ({"dram_bytes": 1e8, "runs": full_gpu()}, CANNOT_TELL),
@@ -208,6 +282,8 @@ def test_bound_by_bandwidth(changes, status):
     ("changes", "status"),
     [
         ({"flops": 0.75 * 1.07e15 * 500e-6}, CONFIRMED),
+        ({"flops": 0.3 * 1.07e15 * 500e-6, "kernels": [counted(tensor=88.0)]}, CONFIRMED),  # padding, or masked tiles
+        ({"kernels": [counted(tensor=10.0)]}, RULED_OUT),
         ({"runs": copies(2.0, 4.0)}, RULED_OUT),
         ({"runs": full_gpu()}, CANNOT_TELL),
         ({"device": None}, CANNOT_TELL),

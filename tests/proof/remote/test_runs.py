@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import re
 import subprocess
 import sys
@@ -37,13 +38,14 @@ def as_sent(what, run_id):
 
 @SSH
 def test_what_a_run_tells_comes_here_whatever_else_is_printed(machine, python):
-    saved: list[Record] = []
+    saved = []
     noisy = python('echo "{\\"event\\": 1" Welcome', 'echo "last login" >&2')
-    result, lines = run("finish", python=noisy, save=saved.append)
+    (result,), lines = run("finish", python=noisy, save=lambda name, record: saved.append((name, record)))
     assert (result.error, result.stopped) == (None, False)
-    assert saved == [as_sent("finish", saved[0].id)]
-    assert result.record == saved[0]
+    assert saved == [("gpu", as_sent("finish", saved[0][1].id))]
+    assert result.record == saved[0][1]
     assert lines.started == ["correct"]
+    assert result.seconds > 0
 
 
 @pytest.mark.parametrize(
@@ -57,7 +59,7 @@ def test_what_a_run_tells_comes_here_whatever_else_is_printed(machine, python):
 def test_a_record_that_a_run_there_cannot_have_is_not_saved_and_nothing_after_it(changes, why):
     table = build_record(speedups=[2.0], gpu=None).model_dump(mode="json")
     asked = request("stop").model_copy(update={"run": table["id"]})
-    session = _Session(Host("gpu"), asked, {}, b"", 1.0)
+    session = _Session(Host("gpu"), queue.Queue(), asked, {}, b"", 1.0)
     found = [session.take(json.dumps(record)) for record in (table, table, table | changes, table)]
     session.settle()
     assert [record and record.id for record in found] == [table["id"], table["id"], None, None]
@@ -74,11 +76,11 @@ SIZE = RunSize(cases=2, arms=3, rounds=10, workers=6, cells=12, gates=("launch",
 def ask(python, begin, save=lambda *_: None):
     """Run what says how large it is, and waits for what holds it to a budget."""
     lines = Lines()
-    result = prove_on(
-        Host("gpu", python),
+    (result,) = prove_on(
+        [Host("gpu", python)],
         request("ask").model_copy(update={"gpus": [json.dumps(asdict(SIZE))]}),
         StubTree(),
-        progress=lines,
+        progress={"gpu": lines},
         save=save,
         begin=begin,
         requirements={},
@@ -91,31 +93,31 @@ def ask(python, begin, save=lambda *_: None):
 def test_a_run_there_says_how_large_it_is_and_is_held_to_a_budget_from_here(machine, python, budget):
     begun = []
 
-    def begin(record, size):
-        begun.append((record.id, size))
+    def begin(name, record, size):
+        begun.append((name, record.id, size))
         return budget
 
     result, lines = ask(python(), begin)
     assert result.error is None
-    assert begun == [(result.record.id, SIZE)]
+    assert begun == [("gpu", result.record.id, SIZE)]
     answer = json.loads(lines.notes[-1])
     assert BUDGET.validate_python(answer["budget"]) == budget
 
 
 @SSH
 def test_a_budget_without_a_rate_ends_the_run_there_before_it_costs_anything(machine, python):
-    def begin(record, size):
+    def begin(name, record, size):
         raise ProofError("a budget needs a rate, and there is none for NVIDIA L4", hint="write it")
 
-    saved: list[Record] = []
-    result, _ = ask(python(), begin, saved.append)
+    saved = []
+    result, _ = ask(python(), begin, lambda *found: saved.append(found))
     assert "a budget needs a rate" in str(result.error)
     assert saved == []
 
 
 @SSH
 def test_what_fails_there_is_told_here(machine, python):
-    result, _ = run("fail", python=python())
+    (result,), _ = run("fail", python=python())
     assert isinstance(result.error, RemoteError)
     assert str(result.error) == "gpu: ValueError: no such thing"
 
@@ -135,11 +137,24 @@ def test_the_folder_there_goes_with_the_run(machine, python, tmp_path):
     assert list(scratch.iterdir()) == []
 
 
+@SSH
+def test_several_machines_run_at_the_same_time(server, monkeypatch, python, tmp_path):
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    monkeypatch.setenv("FLASHMOE_SSH", server.command(one={}, two={}, away={"Port": 1}))
+    each = python("export MACHINE=$$")  # the process's number stands for the machine
+    saved: dict[str, Record] = {}
+    results, _ = run("meet", marks, python=each, save=saved.__setitem__, names=("one", "two", "away"))
+    assert len({record.id for record in saved.values()}) == 2
+    assert [result.error is None for result in results] == [True, True, False]
+    assert set(saved) == {"one", "two"}
+
+
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """Let the machine be this one, without a server."""
+    """Let every machine be this one, without a server."""
     ssh = tmp_path / "ssh"
-    ssh.write_text('#!/bin/sh\nwhile [ $# -gt 2 ]; do shift; done\nexec sh -c "$2"\n')
+    ssh.write_text('#!/bin/sh\nwhile [ $# -gt 2 ]; do shift; done\nexport MACHINE="$1"\nexec sh -c "$2"\n')
     ssh.chmod(0o755)
     monkeypatch.setenv("FLASHMOE_SSH", str(ssh))
 
@@ -150,24 +165,28 @@ FULL = OSError(28, "No space left on device")
 @pytest.mark.parametrize(
     ("what", "fault", "kind", "said"),
     [
-        ("tell nonsense", None, RemoteError, "gpu: a finish came that cannot be read: ValidationError: "),
-        ("wait", EvidenceError("a.json: cannot be written"), EvidenceError, "a.json: cannot be written"),
-        ("wait", FULL, EvidenceError, "gpu: the record cannot be kept: No space left on device"),
+        ("one tells nonsense", None, RemoteError, "one: a finish came that cannot be read: ValidationError: "),
+        ("one waits", EvidenceError("a.json: cannot be written"), EvidenceError, "a.json: cannot be written"),
+        ("one waits", FULL, EvidenceError, "one: the record cannot be kept: No space left on device"),
     ],
 )
-def test_what_goes_wrong_here_ends_the_run_there(here, python, tmp_path, what, fault, kind, said):
-    def save(record):
-        if fault is not None:
-            raise fault
+def test_what_goes_wrong_with_one_machine_ends_the_run_there_alone(here, python, tmp_path, what, fault, kind, said):
+    saved = []
 
-    result, _ = run(what, tmp_path, python=python(), save=save)
-    assert type(result.error) is kind
-    assert str(result.error).startswith(said)
+    def save(name, record):
+        if name == "one" and fault is not None:
+            raise fault
+        saved.append(name)
+
+    (one, two), _ = run(what, tmp_path, python=python(), save=save, names=("one", "two"))
+    assert type(one.error) is kind
+    assert str(one.error).startswith(said)
     pid = int((tmp_path / "pid").read_text())
     assert wait_for(lambda: not is_alive(pid), 60)  # it was told to stop, and not cut off: it told what it had
-    assert result.record is not None
-    assert result.record.incomplete_reason == "interrupted in gate correct"
-    assert not result.stopped
+    assert one.record is not None
+    assert one.record.incomplete_reason == "interrupted in gate correct"
+    assert (two.error, two.record, two.stopped) == (None, as_sent(what, two.record.id), False)
+    assert "two" in saved
 
 
 # The connection ends early.
@@ -177,7 +196,7 @@ def test_what_goes_wrong_here_ends_the_run_there(here, python, tmp_path, what, f
 def test_ctrl_c_stops_the_run_there_and_brings_what_is_done(machine, python, tmp_path):
     saved = []
 
-    def save(record):
+    def save(name, record):
         saved.append(record)
         if len(saved) == 1:
             raise KeyboardInterrupt
@@ -197,11 +216,11 @@ def test_a_lost_connection_leaves_what_came_and_ends_the_run_there(machine, prox
     monkeypatch.setenv("FLASHMOE_SSH", re.sub("^ssh", ssh, os.environ["FLASHMOE_SSH"]))
     saved = []
 
-    def save(record):
+    def save(name, record):
         saved.append(record)
         getattr(proxy, how)()
 
-    result, _ = run("wait", tmp_path, python=python(), save=save, heartbeat_s=0.2, silence_s=3.0)
+    (result,), _ = run("wait", tmp_path, python=python(), save=save, heartbeat_s=0.2, silence_s=3.0)
     assert isinstance(result.error, MachineLostError)
     assert result.record == saved[0]
     text = str(result.error)
@@ -213,10 +232,10 @@ def test_a_lost_connection_leaves_what_came_and_ends_the_run_there(machine, prox
 
 @SSH
 def test_a_run_that_is_killed_there_says_in_which_gate(machine, python, tmp_path):
-    def save(record):
+    def save(name, record):
         subprocess.run(["kill", "-9", (tmp_path / "pid").read_text()], check=True)
 
-    result, _ = run("wait", tmp_path, python=python(), save=save)
+    (result,), _ = run("wait", tmp_path, python=python(), save=save)
     assert isinstance(result.error, MachineLostError)
     assert "ended early in gate correct" in str(result.error)
 
@@ -225,12 +244,12 @@ def test_a_run_that_is_killed_there_says_in_which_gate(machine, python, tmp_path
 def test_a_machine_that_is_told_to_stop_saves_first(machine, python, tmp_path):
     saved = []
 
-    def save(record):
+    def save(name, record):
         saved.append(record.incomplete_reason)
         if len(saved) == 1:
             subprocess.run(["kill", "-TERM", (tmp_path / "pid").read_text()], check=True)
 
-    result, _ = run("wait", tmp_path, python=python(), save=save)
+    (result,), _ = run("wait", tmp_path, python=python(), save=save)
     assert saved == ["interrupted", "interrupted in gate correct"]
     assert "this machine is about to stop" in str(result.error)
 

@@ -1,1 +1,1 @@
-"""Two revisions measured in one run."""
+"""Two revisions or two runs, side by side, and the history of a subject."""

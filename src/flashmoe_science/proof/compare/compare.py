@@ -1,4 +1,4 @@
-"""Faster, slower, same or undecided: two revisions in one run. See ``docs/how-to/compare.md``.
+"""Faster, slower, same or undecided: two revisions of one run, or two runs. See ``docs/how-to/compare.md``.
 
 A ratio here is A's time divided by B's: above 1, B is the faster one.
 """
@@ -6,25 +6,31 @@ A ratio here is A's time divided by B's: above 1, B is the faster one.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from statistics import median
+from typing import Any
 
 from pydantic import Field
 
 from ...errors import EvidenceError, TooFewRoundsError
-from ..judge.familywise import comparison_intervals
+from ..judge.comparable import check_comparable, common_baseline
+from ..judge.familywise import comparison_intervals, unpaired_intervals
 from ..judge.judge import check_control, paired_log_ratios, sanity_failure
 from ..judge.rows import kinds_measured
 from ..judge.statistics import Interval
 from ..records.evidence import CaseRecord, GateStatus, Model, Record, TimeKind, failed_gate
 from ..text import counted
 
-TOLERANCE = 0.01  # the smallest effect that matters, where nothing else is said
+# The smallest effect that matters, where nothing else is said. For two runs it has to cover what runs vary by: two
+# captures of the same code were seen to differ by up to 2 %.
+TOLERANCE = 0.01
+TOLERANCE_OF_RUNS = 0.02
 
 _TOO_WIDE = "no difference shows, and the interval is too wide for the same: more processes narrow it"
+_NOT_CLEAR = "two runs differ, though not beyond the tolerance: such a difference can be that of the runs"
 
 _SHOWN = 3  # cases that a reason lists
 _FEWEST_PROCESSES = 2  # one process says nothing of others
@@ -59,6 +65,8 @@ class Comparison(Model):
     b: str
     subject: str
     suite: str
+    paired: bool  # rounds were interleaved in one run
+    quantity: str  # what the ratio is of
     tolerance: float
     effect: Effect
     reason: str
@@ -67,18 +75,19 @@ class Comparison(Model):
     notes: list[str] = Field(default_factory=list)
 
 
-def effect_of(log_ratio: Interval, tolerance: float) -> Effect:
+def effect_of(log_ratio: Interval, tolerance: float, *, paired: bool = True) -> Effect:
     """Return the effect that an interval of ``log(A / B)`` shows.
 
-    Within the tolerance on both sides it is "same", even where it excludes zero. Beyond it, an interval that excludes
-    zero shows a difference.
+    Within the tolerance on both sides it is "same", even where it excludes zero. Beyond it, an interval of paired
+    rounds that excludes zero shows a difference. An interval of two runs must lie beyond the tolerance as a whole.
     """
     limit = math.log1p(tolerance)
     if -limit <= log_ratio.low and log_ratio.high <= limit:
         return Effect.SAME
-    if log_ratio.low > 0.0:
+    margin = 0.0 if paired else limit
+    if log_ratio.low > margin:
         return Effect.FASTER
-    return Effect.SLOWER if log_ratio.high < 0.0 else Effect.UNDECIDED
+    return Effect.SLOWER if log_ratio.high < -margin else Effect.UNDECIDED
 
 
 def exit_code(comparison: Comparison) -> int:
@@ -107,6 +116,8 @@ def compare_revisions(
         b=b,
         subject=record.subject.name.partition("@")[0],
         suite=record.suite,
+        paired=True,
+        quantity="A's time / B's",
         tolerance=tolerance,
     )
     for label, gates in ((a, compared.a.gates), (b, record.gates)):
@@ -126,7 +137,7 @@ def compare_revisions(
             bias = biases.get(case.name, 0.0)
             rows.append(_Row(case.name, kind, wrong or _too_few(groups), seconds, (kind, *processes), bias))
             samples.append(groups)
-    cases = _decide(rows, samples, tolerance)
+    cases = _decide(rows, samples, tolerance, paired=True)
     effect, reason = _in_all(cases, complete=record.complete, impossible=_not_possible(record))
     return comparison(
         effect=effect,
@@ -134,6 +145,76 @@ def compare_revisions(
         cases=cases,
         notes=[] if record.complete else [f"the run is incomplete: {record.incomplete_reason}"],
     )
+
+
+def compare_records(
+    a: Record,
+    b: Record,
+    kinds: Sequence[TimeKind] | None = None,
+    *,
+    tolerance: float = TOLERANCE_OF_RUNS,
+    allowed: Iterable[str] = (),
+) -> Comparison:
+    """Return how the subject of run ``b`` compares with that of run ``a``: rounds of different runs are not paired.
+
+    The ratio to a common baseline is compared; absolute times only on one card.
+
+    Args:
+        a: one run.
+        b: the other.
+        kinds: the times that decide. Default: all that both runs took.
+        tolerance: the smallest effect that matters.
+        allowed: fields of ``comparable.FIELDS`` that may differ.
+
+    Raises:
+        EvidenceError: the runs may not be compared: names the field that differs, with both values.
+    """
+    taken = [kind for kind in kinds_measured(a) if kind in kinds_measured(b)]
+    kinds = list(kinds or taken)
+    if missing := [kind for kind in kinds if kind not in taken]:
+        raise EvidenceError(f"both runs need {missing[0]} times to be compared by them, and one has none")
+    notes = check_comparable(a, b, kinds, allowed=allowed)
+    baseline = common_baseline(a, b)
+    quantity = f"(A's time / {baseline}'s in its run) / (B's time / {baseline}'s in its run)" if baseline else ""
+    names = {case.name for case in b.cases}
+    common = [case for case in a.cases if case.name in names]
+    only = len(a.cases) + len(b.cases) - 2 * len(common)
+    notes += [f"{counted(only, 'case')} in one run only"] if only else []
+    notes.append("what varies from run to run is not in the intervals: two runs cannot show it")
+    comparison = partial(
+        Comparison,
+        a=a.id,
+        b=b.id,
+        subject=b.subject.name,
+        suite=b.suite,
+        paired=False,
+        quantity=quantity or "A's time / B's, on one card",
+        tolerance=tolerance,
+    )
+    for run in (a, b):
+        if failed := failed_gate(run.gates):
+            reason = f"run {run.id} failed gate {failed.name}: {failed.summary}"
+            return comparison(effect=Effect.UNDECIDED, reason=reason, gate_failed=failed.name, notes=notes)
+    others = {case.name: case for case in b.cases}
+    rows, samples = [], []
+    for kind in kinds:
+        invalid = [(run.id, sanity_failure(run, kind, (run.subject.name, baseline))) for run in (a, b)]
+        unsound = next((f"run {id_} is invalid: {why}" for id_, why in invalid if why), "")
+        for case in common:
+            pair = (case, a), (others[case.name], b)
+            wrong = unsound or next((w for c, run in pair if (w := _unmeasured(c, run.subject.name, baseline))), "")
+            both = [{} if unsound else _values(c, kind, run.subject.name, baseline) for c, run in pair]
+            processes = [tuple(sorted(groups)) for groups in both]
+            both_groups = [[groups[process] for process in sorted(groups)] for groups in both]
+            wrong = wrong or next((w for groups in both_groups if (w := _too_few(groups))), "")
+            seconds = [_medians(c, kind, run.subject.name) for c, run in pair]
+            rows.append(_Row(case.name, kind, wrong, (seconds[0], seconds[1]), (kind, *processes)))
+            samples.append((both_groups[0], both_groups[1]))
+    cases = _decide(rows, samples, tolerance, paired=False)
+    complete = a.complete and b.complete
+    notes += [f"run {run.id} is incomplete: {run.incomplete_reason}" for run in (a, b) if not run.complete]
+    effect, reason = _in_all(cases, complete=complete, impossible="no case is in both runs" if not common else "")
+    return comparison(effect=effect, reason=reason, cases=cases, notes=notes)
 
 
 @dataclass(frozen=True)
@@ -148,12 +229,12 @@ class _Row:
     bias: float = 0.0  # that the control shows
 
 
-def _decide(rows: Sequence[_Row], samples: Sequence[_Groups], tolerance: float) -> list[CaseComparison]:
+def _decide(rows: Sequence[_Row], samples: Sequence[Any], tolerance: float, *, paired: bool) -> list[CaseComparison]:
     """Return the cases with their effects; the intervals of those that have enough rounds hold together."""
     sound = [sample for row, sample in zip(rows, samples, strict=True) if not row.wrong]
     shared = [row.shared for row in rows if not row.wrong]
     try:
-        intervals = iter(comparison_intervals(sound, shared))
+        intervals = iter(comparison_intervals(sound, shared) if paired else unpaired_intervals(sound, shared))
     except TooFewRoundsError as error:
         reason = str(error).partition("\n")[0]
         return [_open(row, row.wrong or reason) for row in rows]
@@ -163,8 +244,10 @@ def _decide(rows: Sequence[_Row], samples: Sequence[_Groups], tolerance: float) 
             cases.append(_open(row, row.wrong))
             continue
         found = next(intervals).widened(row.bias)
-        effect = effect_of(found, tolerance)
-        reason = _TOO_WIDE if effect is Effect.UNDECIDED else ""
+        effect = effect_of(found, tolerance, paired=paired)
+        reason = ""
+        if effect is Effect.UNDECIDED:
+            reason = _TOO_WIDE if found.contains(0.0) else _NOT_CLEAR
         cases.append(_open(row, reason).model_copy(update={"effect": effect, "ratio": found.exp()}))
     return cases
 
@@ -198,6 +281,17 @@ def _too_few(groups: _Groups) -> str:
 def _medians(case: CaseRecord, kind: TimeKind, arm: str) -> float | None:
     columns = [column for rounds in case.rounds if (column := rounds.seconds.get(kind, {}).get(arm))]
     return median(value for column in columns for value in column) if columns else None
+
+
+def _values(case: CaseRecord, kind: TimeKind, subject: str, baseline: str) -> Mapping[tuple[int, int], Sequence[float]]:
+    """Return by process the log of the subject's times, over the baseline's where there is one."""
+    if baseline:
+        return paired_log_ratios(case, kind, subject, baseline)
+    groups: dict[tuple[int, int], list[float]] = {}
+    for index, rounds in enumerate(case.rounds):
+        for process, seconds in zip(rounds.process, rounds.seconds.get(kind, {}).get(subject, []), strict=False):
+            groups.setdefault((index, process), []).append(math.log(seconds))
+    return groups
 
 
 def _not_possible(record: Record) -> str:

@@ -17,8 +17,8 @@ from ...errors import ProofError, RatesError, page
 from ...gpu.specs import name_words
 from ..records.evidence import GateName, GateStatus, Record
 from ..records.files import user_folder
-from ..records.paid import GPU_GATES, paid_gates
-from ..records.store import Archive, RunSummary
+from ..records.ledger import GPU_GATES, Entry, dollars, paid_gates
+from ..records.store import Archive
 from ..records.toml_files import read_toml
 from ..text import counted
 
@@ -189,24 +189,21 @@ class Sum:
 
 
 def add_up(
-    runs: Iterable[RunSummary], key: Callable[[RunSummary, str], str], rate: Callable[[str], float | None]
+    entries: Iterable[Entry], key: Callable[[Entry], str], rate: Callable[[str], float | None]
 ) -> dict[str, Sum]:
-    """Return what runs took of a GPU, by ``key`` of a run and its gate, at the prices of ``rate``."""
+    """Return the sums of costs by ``key``. ``rate`` prices those without a price of their own."""
     sums: dict[str, Sum] = {}
-    paid = ((run, gate, seconds) for run in runs for gate, seconds in run.gpu_seconds.items())
-    for one, gate, seconds in paid:
-        total = sums.setdefault(key(one, gate), Sum())
-        total.gpu_seconds += seconds
-        if (price := rate(one.gpu)) is None:
-            total.unpriced_seconds += seconds
+    for entry in entries:
+        total = sums.setdefault(key(entry), Sum())
+        total.gpu_seconds += entry.gpu_seconds
+        price = entry.dollars_per_hour if entry.dollars_per_hour is not None else rate(entry.gpu)
+        if entry.dollars is not None:
+            total.dollars += entry.dollars
+        elif price is None:
+            total.unpriced_seconds += entry.gpu_seconds
         else:
-            total.dollars += dollars(seconds, price)
+            total.dollars += dollars(entry.gpu_seconds, price)
     return sums
-
-
-def dollars(gpu_seconds: float, dollars_per_hour: float) -> float:
-    """Return the price of so much time."""
-    return gpu_seconds / 3600 * dollars_per_hour
 
 
 class Rate(BaseModel):
@@ -247,11 +244,6 @@ class Rates:
                 best = file.gpu[max(fitting, key=lambda name: len(name_words(name)))]
                 return best.dollars_per_hour + sum(rate.dollars_per_hour for rate in others.values())
         return None
-
-    def file_of(self, gpu: str) -> Path | None:
-        """Return the file that has the price of this GPU, or None."""
-        words = name_words(gpu)
-        return next((path for path, file in self.files.items() if any(name_words(n) <= words for n in file.gpu)), None)
 
 
 def load_rates(repository: Path | None) -> Rates:

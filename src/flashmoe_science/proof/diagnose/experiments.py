@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ...gpu.occupancy import Occupancy, occupancy
 from ...gpu.specs import GpuSpec
-from .observations import Chip, Kernel, Observations, Scaled
+from .observations import BANDWIDTH, TENSOR, Chip, Kernel, Observations, Scaled
 
 # docs/how-to/diagnose.md has the reasons for these and all other thresholds.
 FULL = 0.6  # of a peak rate
@@ -172,14 +172,19 @@ def copies_are_free(seen: Observations, what: str) -> str:
 
 @dataclass(frozen=True)
 class Load:
-    """How much of one of the GPU's rates a call is known to use at the least."""
+    """How much of one of the GPU's rates a call is known to use."""
 
     share: float
     said: str
+    exact: bool = False  # counters say so; else it is the least that it can be
+    counted: float | None = None  # what counters say of the same units, where that is another thing
 
 
 def memory_load(observations: Observations) -> Load | None:
-    """Return how much of the memory's bandwidth the call uses at the least."""
+    """Return how much of the memory's bandwidth the call uses: counted, or at least."""
+    counted = weighted(observations, BANDWIDTH)
+    if counted is not None:
+        return Load(counted / 100, f"counters: {counted:.0f} % of the memory's bandwidth is used", exact=True)
     device, chip = observations.times.device, observations.chip
     if device is None or chip is None:
         return None
@@ -193,7 +198,27 @@ def arithmetic_load(observations: Observations) -> Load | None:
     if device is None or chip is None:
         return None
     share = observations.work.flops / chip.flops_per_s / device
-    return Load(share, f"its operations take {percent(share)} of the time at the peak rate")
+    said = f"its operations take {percent(share)} of the time at the peak rate"
+    if (counted := weighted(observations, TENSOR)) is None:
+        return Load(share, said)
+    said += f"; counters: the tensor cores of busy SMs are active {counted:.0f} % of the time"
+    return Load(share, said, counted=counted / 100)
+
+
+def weighted(observations: Observations, metric: str) -> float | None:
+    """Return the mean of a counter over the kernels, weighted by their time; None where one of them lacks it."""
+    values = [(kernel.counters.get(metric), share_of_kernel(observations, kernel)) for kernel in observations.kernels]
+    if not values or any(value is None for value, _ in values):
+        return None
+    return sum(value * share for value, share in values if value is not None) / sum(share for _, share in values)
+
+
+def summed(observations: Observations, *metrics: str) -> float | None:
+    """Return the sum of counters over the kernels; None where one of them lacks one."""
+    values = [kernel.counters.get(metric) for kernel in observations.kernels for metric in metrics]
+    if not values or any(value is None for value in values):
+        return None
+    return sum(value for value in values if value is not None)
 
 
 def percent(share: float) -> str:

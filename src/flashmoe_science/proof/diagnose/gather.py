@@ -36,9 +36,10 @@ from ..subject.subject import Subject
 from ..subject.suites import Suite, SuiteCase, check_operator
 from ..text import did_you_mean
 from ..worker import run_task
+from .counters import read_counters
 from .experiments import main_kernel
 from .hypotheses import diagnose_case
-from .observations import Chip, Diagnosis, Kernel, Observations, Scaled, Sensors, Times
+from .observations import Chip, Diagnosis, Kernel, Observations, Scaled, Sensors, TimedBaseline, Times
 
 _ROUNDS = 5
 _SEQUENTIAL = (2, 4)
@@ -60,6 +61,9 @@ class Request:
 
     subject: Subject
     cases: Sequence[SuiteCase]
+    baselines: Sequence[str]
+    gpu: GpuSpec | None = None  # None: the one that is here
+    counters: bool = True  # ask Nsight Compute, where it may read them
     seed: int = 0
     command: str = ""
 
@@ -89,20 +93,24 @@ def choose_cases(suite: Suite, subject: Subject, names: Sequence[str]) -> list[S
 
 
 def diagnose(request: Request, environment: Environment, *, say: Say) -> Diagnosis:
-    """Observe and reason; ``say`` gets a line for each step. Raises ``InputError``: there is no GPU here.
+    """Observe and reason; ``say`` gets a line for each step. Raises ``InputError``: no GPU here, and none was named.
 
     ``failed`` of the diagnosis says where nothing could be observed because the subject cannot be built or imported.
     """
     result = Diagnosis(subject=request.subject.name, command=request.command, environment=environment)
     here = environment.gpu
-    if here is None:
-        hint = "`flashmoe prove --gpu H200` compiles for it, and `flashmoe explain` shows the plan of a call"
-        raise InputError("there is no NVIDIA GPU here", hint=hint)
-    if "cuda" not in request.subject.devices:
-        raise InputError(f"{request.subject.name} runs on the CPU only: there is no kernel to diagnose")
     try:
-        _build(request.subject, here, say)
-        observations = observe_here(request, here, say=say)
+        if here is not None and (request.gpu is None or request.gpu == known_spec(here)):
+            if "cuda" not in request.subject.devices:
+                raise InputError(f"{request.subject.name} runs on the CPU only: there is no kernel to diagnose")
+            _build(request.subject, here, say)
+            observations = observe_here(request, here, say=say)
+        elif request.gpu is not None:
+            why = "no GPU here" if here is None else f"the GPU here is another one: {here.name}"
+            observations = plan_for(request, request.gpu, why, say=say)
+        else:
+            hint = "name one to see what compiling alone tells: --gpu H200"
+            raise InputError("there is no NVIDIA GPU here", hint=hint)
     except CannotObserveError as error:
         return result.model_copy(update={"failed": error.gate})
     return result.model_copy(update={"cases": [diagnose_case(each) for each in observations]})
@@ -176,7 +184,18 @@ def observe_here(request: Request, gpu: Gpu, *, say: Say, run: RunTask = run_tas
     lacking = [each for each in tables if each["name"] in own or each["name"].partition(_LONGER)[0] not in captured]
     profiled, _ = _measure(run, {**common, "cases": lacking}, request, ["kernel"], say)
     told = _Observed(launched, clocks, profiled, unfinished.summary)
-    return [_observe(operator, request, gpu, each, told) for each in families]
+    observations = []
+    for each in families:
+        found = _observe(operator, request, gpu, each, told)
+        why = "" if request.counters else "they were not asked for"
+        if request.counters and found.kernels and found.times.device is not None:
+            say(f"counters of {each.case.name}")
+            payload = {**common, "case": {"problem": operator.as_table(each.case.problem)}}
+            kernels, why = read_counters(payload, found.kernels)
+            found = found.model_copy(update={"kernels": kernels})
+        missing = {**found.missing, **({"counters": why} if why else {})}
+        observations.append(found.model_copy(update={"missing": missing}))
+    return observations
 
 
 def _longer(operator: Operator, case: SuiteCase) -> _Longer:
@@ -228,7 +247,7 @@ def _measure(
     settings = Settings(times=times, processes=1, rounds=_ROUNDS, cache="rotating", seed=request.seed)
     payload = {
         **common,
-        "baselines": [],
+        "baselines": list(request.baselines),
         "settings": settings.model_dump(mode="json"),
         "process": 0,
         "times": times,
@@ -292,6 +311,11 @@ def _observe(operator: Operator, request: Request, gpu: Gpu, family: _Longer, to
         kernels=[Kernel.model_validate(each) for each in launch.get("kernels", [])],
         scaled=[_timed(run, subject, clock, told) for run in family.runs.values()],
         sensors=sensors,
+        baselines=[
+            TimedBaseline(name=each, times=Times.model_validate(times))
+            for each in request.baselines
+            if (times := {**_seconds(timed, each), **_seconds(profile, each)})
+        ],
         promised=bool(launch.get("capture", {}).get("promises")),
         broken_promises=_broken(operator, request.subject, name, launch),
         missing=missing,
@@ -330,3 +354,20 @@ def chip_of(spec: GpuSpec, work: Work, max_sm_clock_mhz: int | None = None) -> C
         "plain_flops_per_s": spec.peak_tflops["fp32"] * clock,
     }
     return Chip(**{name: rates[name] if name in rates else getattr(spec, name) for name in Chip.model_fields})
+
+
+def plan_for(request: Request, spec: GpuSpec, why: str, *, say: Say, run: RunTask = run_task) -> list[Observations]:
+    """Return the planned launches of every case on a GPU that is not here, with their machine code."""
+    operator = operator_of(request.subject)
+    tables = [{"name": case.name, "problem": operator.as_table(case.problem)} for case in request.cases]
+    payload = {"subject": request.subject.to_json(), "cases": tables, "gpu": spec.name}
+    planned, ended = _collect(run, f"{_HERE}.tasks:plan_kernels", payload, request, say)
+    found = []
+    for case, table in zip(request.cases, tables, strict=True):
+        work, plan = work_of(operator, case.problem), planned.get(case.name, {})
+        kernels = [Kernel.model_validate(each) for each in plan.get("kernels", [])]
+        missing = dict.fromkeys(("times", "wall", "scaled", "counters", "sensors", "captured"), why)
+        missing["launches"] = why if kernels else plan.get("reason") or ended.summary
+        told: dict[str, Any] = {**table, "work": work, "chip": chip_of(spec, work), "missing": missing}
+        found.append(Observations(case=told.pop("name"), kernels=kernels, **told))
+    return found

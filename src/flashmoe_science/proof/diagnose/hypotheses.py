@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from ...gpu.occupancy import SCHEDULERS, WARP
-from ..judge.rows import format_seconds
+from ..judge.rows import format_bytes, format_seconds
 from ..text import counted
 from .case import HYPOTHESES, Case, hypothesis
 from .experiments import (
@@ -25,10 +25,20 @@ from .experiments import (
     no_runs,
     percent,
     reaches,
+    resident,
     share_of_kernel,
     smaller_tail,
+    summed,
+    weighted,
 )
 from .observations import (
+    CONFLICTS,
+    ISSUE,
+    LANES,
+    READ,
+    WARPS,
+    WAVEFRONTS,
+    WRITTEN,
     CaseDiagnosis,
     Code,
     Finding,
@@ -44,6 +54,11 @@ OTHER_KERNEL = "another kernel than promised"
 HOST_HIGH, HOST_LOW = 0.25, 0.10  # of wall time outside of kernels
 GROWS, GROWS_LITTLE = 0.5, 0.2  # of the time that is proportional to an axis
 IDLE_LOW = 0.2  # of the GPU's throughput that copies of the work find unused
+FEW_LANES = 24  # of 32 threads of a warp
+BUSY_ISSUE, IDLE_ISSUE = 60.0, 30.0  # percent of the cycles in which a scheduler issues
+HALF_FULL = 0.5  # of the warps that an SM holds
+MANY_CONFLICTS = 0.2  # of the passes through shared memory
+MANY_BYTES = 1.5  # times the fewest
 LOW_CLOCK = 0.95  # of the highest clock
 
 
@@ -207,17 +222,29 @@ def _threads_idle(case: Case) -> Finding:
     if warps is None:
         raise case.need("no grid", "gpu", "launches")
     idle = 1 - kernel.threads / (-(-kernel.threads // WARP) * WARP)  # lanes of the last warp that have no thread
+    issue, lanes = weighted(case.seen, ISSUE), weighted(case.seen, LANES)
     said = f"{kernel.name} has {kernel.threads} threads a block, and a busy SM {counted(warps, 'warp')}"
+    if issue is not None and lanes is not None:
+        said += f"; counters: a scheduler issues in {issue:.0f} % of its cycles, for {lanes:.0f} of {WARP} threads"
+    if lanes is not None and lanes < FEW_LANES:
+        return case.at_the_rates(
+            said, "let all threads of a warp do the same: no branches by thread, no loops of different length"
+        )
     if idle >= WORTH:
         advice = f"make the threads of a block a multiple of {WARP}: {idle:.0%} of the lanes have no thread"
         return case.at_the_rates(said, advice)
     if near := reaches(case.seen):
         return case.ruled_out(f"{said}; {near}")
-    if warps >= 2 * SCHEDULERS:
+    if issue is not None and issue >= BUSY_ISSUE:
         return case.ruled_out(said)
-    if warps >= SCHEDULERS:
-        return case.cannot_tell(f"{said}: one for a scheduler; whether it waits, Nsight Compute says")
-    said += f": {SCHEDULERS - warps} of its {SCHEDULERS} schedulers never have an instruction to issue"
+    if warps < SCHEDULERS:
+        said += f": {SCHEDULERS - warps} of its {SCHEDULERS} schedulers never have an instruction to issue"
+    elif warps >= 2 * SCHEDULERS:
+        return case.ruled_out(said)
+    elif issue is None:
+        raise case.need(f"{said}: one for a scheduler. Whether it waits, counters say", "counters")
+    elif issue >= IDLE_ISSUE:
+        return case.cannot_tell(said)
     return case.at_the_rates(said, "more warps a block, or more blocks an SM")
 
 
@@ -273,7 +300,93 @@ def _names(codes: Sequence[tuple[Kernel, Code]]) -> str:
     return ", ".join(dict.fromkeys(kernel.name for kernel, _ in codes))
 
 
+@hypothesis("occupancy capped", "the occupancy model: what an SM holds, and what sets that")
+def _occupancy_capped(case: Case) -> Finding:
+    chip, kernel = case.seen.chip, main_kernel(case.seen.kernels)
+    held = resident(chip, kernel) if chip is not None and kernel is not None else None
+    if chip is None or kernel is None or held is None:
+        raise case.need("no launch", "gpu", "launches")
+    share = held.warps / held.most_warps
+    limits = [name for name in held.limited_by if name in ("registers", "shared memory")]
+    shared = kernel.shared_memory_bytes or 0
+    registers = f"{kernel.registers} registers a thread, " if kernel.registers else ""
+    needs = f"{registers}{format_bytes(shared)} shared memory a block"
+    if shared > chip.shared_memory_per_block_bytes:
+        needs += f", of which {chip.name} gives {format_bytes(chip.shared_memory_per_block_bytes)}"
+    if not held.blocks or shared > chip.shared_memory_per_block_bytes:
+        return case.confirmed(f"{kernel.name} cannot be launched: {needs}", "a smaller tile")
+    said = (
+        f"an SM holds {counted(held.blocks, 'block')} of {kernel.name}, {held.warps} of {held.most_warps} warps, "
+        f"by {' and '.join(held.limited_by)} ({needs})"
+    )
+    if not limits or share >= HALF_FULL:
+        return case.ruled_out(said)
+    if kernel.blocks is None:
+        raise case.need(f"{said}; whether the grid fills them is not known", "launches")
+    if kernel.blocks <= chip.sms * held.blocks:
+        blocks = counted(kernel.blocks, "block")
+        return case.ruled_out(f"{said}; the {blocks} of the grid fit at once: there are no more to hold")
+    if near := reaches(case.seen):
+        return case.ruled_out(f"{said}; and yet {near}")
+    issue, active = weighted(case.seen, ISSUE), weighted(case.seen, WARPS)
+    if issue is None or active is None:
+        lacking = "times" if case.seen.times.device is None else "counters"
+        raise case.need(f"{said}. Whether it waits for want of warps, counters say", lacking)
+    said += f"; counters: {active:.0f} % of the warps are active, and a scheduler issues in {issue:.0f} % of its cycles"
+    if issue >= IDLE_ISSUE:
+        return case.ruled_out(said) if issue >= BUSY_ISSUE else case.cannot_tell(said)
+    return case.at_the_rates(
+        said,
+        f"take less of the {' and of the '.join(limits)}: a smaller tile, fewer stages, or more warps a block",
+    )
+
+
+@hypothesis("bank conflicts", "counters: passes through shared memory that conflicts added")
+def _bank_conflicts(case: Case) -> Finding:
+    shared = [kernel.shared_memory_bytes for kernel in case.seen.kernels]
+    if shared and not any(size is None or size > 0 for size in shared):
+        return case.ruled_out("no kernel uses shared memory")
+    conflicts, wavefronts = summed(case.seen, CONFLICTS), summed(case.seen, WAVEFRONTS)
+    if conflicts is None or wavefronts is None:
+        raise case.need("only counters say", "counters")
+    share = conflicts / wavefronts if wavefronts else 0.0
+    said = f"conflicts added {share:.0%} of the {wavefronts:.3g} passes through shared memory"
+    if share < MANY_CONFLICTS:
+        return case.ruled_out(said)
+    return case.at_the_rates(said, "pad or swizzle the rows of tiles in shared memory")
+
+
 # Hypotheses about the GPU's rates: bytes, operations and clocks.
+
+
+@hypothesis("more bytes moved than needed", "bytes of the memory, counted, against inputs and outputs once")
+def _excess_bytes(case: Case) -> Finding:
+    (chip, device), fewest = case.timed(), case.seen.work.bytes
+    if not fewest:
+        raise case.need("no times", "gpu", "times")
+    moved = summed(case.seen, READ, WRITTEN)
+    if moved is None:
+        ceiling = chip.bandwidth_bytes_per_s * device
+        said = (
+            f"in its time the memory moves {ceiling / fewest:.1f} times the fewest ({format_bytes(fewest)}) at the most"
+        )
+        if ceiling < MANY_BYTES * fewest:
+            return case.ruled_out(said)
+        raise case.need(f"{said}; how many it moved, only counters say", "counters")
+    ratio, extra = moved / fewest, max(0.0, moved - fewest) / chip.bandwidth_bytes_per_s
+    said = (
+        f"{format_bytes(moved)} moved, {ratio:.2f} times the fewest ({format_bytes(fewest)}); what is beyond takes "
+        f"{percent(min(1.0, extra / device))} of the time at full bandwidth"
+    )
+    if ratio < MANY_BYTES or extra / device < WORTH:
+        return case.ruled_out(said)
+    return case.confirmed(
+        said,
+        "keep in shared memory or registers what is read again; let neighbouring threads touch neighbouring bytes",
+        share=extra / device,
+        device_seconds=device / ratio,
+        bound="a time in proportion to the bytes, of which the fewest are left",
+    )
 
 
 @hypothesis("bound by memory bandwidth", "the roofline: bytes against time and bandwidth")
@@ -288,26 +401,32 @@ def _bandwidth_bound(case: Case) -> Finding:
             device_seconds=case.seen.dram_bytes / chip.bandwidth_bytes_per_s,
             bound="the fewest bytes at full bandwidth",
         )
+    if load.exact:
+        return case.ruled_out(load.said)
     if free := copies_are_free(case.seen, "the bytes move"):
         return case.ruled_out(f"{load.said}; {free}")
-    return case.cannot_tell(f"at least {load.share:.0%}: {load.said}; what it moves, Nsight Compute says")
+    raise case.need(f"at least {load.share:.0%}: {load.said}; what it moves, counters say", "counters")
 
 
 @hypothesis("bound by arithmetic", "the roofline: operations against time and peak rate")
 def _compute_bound(case: Case) -> Finding:
     (chip, _), load = case.timed(), arithmetic_load(case.seen)
     assert load is not None
+    fewest = case.seen.work.flops / chip.flops_per_s
+    bound = "the fewest operations at the peak rate"
     if load.share >= FULL:
-        return case.confirmed(
-            load.said,
-            "fewer operations, or a type with a higher rate: no other change helps much",
-            share=load.share,
-            device_seconds=case.seen.work.flops / chip.flops_per_s,
-            bound="the fewest operations at the peak rate",
-        )
+        advice = "fewer operations, or a type with a higher rate: no other change helps much"
+        return case.confirmed(load.said, advice, share=load.share, device_seconds=fewest, bound=bound)
+    tensor = load.counted
+    if tensor is not None and tensor >= FULL:
+        said = f"{load.said}: more operations than needed"
+        advice = "skip what a mask hides, and do not pad to tiles that are mostly empty"
+        return case.confirmed(said, advice, share=tensor, device_seconds=fewest, bound=bound)
     if free := copies_are_free(case.seen, "the work is done"):
         return case.ruled_out(f"{load.said}; {free}")
-    return case.cannot_tell(f"{load.said}; whether it makes more operations than needed, Nsight Compute says")
+    if tensor is not None:
+        return case.ruled_out(load.said)
+    raise case.need(f"{load.said}; whether it makes more operations than needed, counters say", "counters")
 
 
 @hypothesis("throttled clocks", "SM clock and the driver's throttle reasons after every round")

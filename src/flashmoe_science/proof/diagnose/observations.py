@@ -12,7 +12,21 @@ from pydantic import Field
 
 from ..records.evidence import Environment, Gate, Model, Work
 
-SCHEMA_VERSION = 2  # 1 had counters
+SCHEMA_VERSION = 1
+
+# Nsight Compute's names of the counters that are read.
+DURATION = "gpu__time_duration.sum"
+READ, WRITTEN = "dram__bytes_read.sum", "dram__bytes_write.sum"
+BANDWIDTH = "dram__throughput.avg.pct_of_peak_sustained_elapsed"
+WARPS = "sm__warps_active.avg.pct_of_peak_sustained_active"
+TENSOR = "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active"
+ISSUE = "smsp__issue_active.avg.pct_of_peak_sustained_active"
+LANES = "smsp__thread_inst_executed_per_inst_executed.ratio"
+CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"
+WAVEFRONTS = "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum"
+METRICS = (
+    DURATION, READ, WRITTEN, BANDWIDTH, WARPS, TENSOR, ISSUE, LANES, CONFLICTS, WAVEFRONTS, "lts__t_bytes.sum",
+)  # fmt: skip
 
 
 class Times(Model):
@@ -49,7 +63,7 @@ class Code(Model):
 
 
 class Kernel(Model):
-    """One kernel of the call: how it was launched, and what it holds."""
+    """One kernel of the call: how it was launched, what it holds, and what its counters say."""
 
     name: str
     grid: tuple[int, int, int] | None = None
@@ -60,6 +74,7 @@ class Kernel(Model):
     seconds: float | None = None  # of all its launches in one call, by the profiler
     code: Code | None = None
     code_missing: str = ""  # why there is no code
+    counters: dict[str, float] = Field(default_factory=dict)  # metric -> value, of all its launches in one call
 
     @property
     def blocks(self) -> int | None:
@@ -93,6 +108,13 @@ class Sensors(Model):
     max_sm_clock_mhz: int | None = None
 
 
+class TimedBaseline(Model):
+    """A baseline in the same case, to see what is possible."""
+
+    name: str
+    times: Times
+
+
 class Chip(Model):
     """What limits a call on one GPU."""
 
@@ -124,6 +146,7 @@ class Observations(Model):
     kernels: list[Kernel] = Field(default_factory=list)
     scaled: list[Scaled] = Field(default_factory=list)
     sensors: Sensors = Sensors()
+    baselines: list[TimedBaseline] = Field(default_factory=list)
     promised: bool = False  # whether launches were promised
     broken_promises: list[str] | None = None  # what ran otherwise than promised; None: not captured
     missing: dict[str, str] = Field(default_factory=dict)  # what -> why

@@ -52,6 +52,11 @@ def _headline(seen: Observations) -> Text:
         parts.append(f": {format_seconds(times.call)} a call")
         if times.device is not None:
             parts.append(f", {format_seconds(times.device)} of it the GPU's")
+        for baseline in seen.baselines:
+            if baseline.times.call is not None:
+                parts.append(f"; {baseline.name} {format_seconds(baseline.times.call)}")
+                if baseline.times.device is not None:
+                    parts.append(f", {format_seconds(baseline.times.device)}")
     return Text.assemble((seen.case, "bold"), "".join(parts))
 
 

@@ -1,4 +1,4 @@
-"""The worker task of a diagnosis: launches with their times and machine code.
+"""Worker tasks of a diagnosis: launches with their times and machine code, and one call under a profiler.
 
 The subject's code is imported here only. Times of calls are ``gpu_tasks.measure``'s.
 """
@@ -24,7 +24,8 @@ from ..measure.launches import CallTrace, match_names
 from ..measure.measure import CudaTimer, Timer
 from ..measure.rounds import Case
 from ..measure.schedule import derived_seed
-from ..subject.loading import operator_of
+from ..subject.loading import load_entry, operator_of
+from ..subject.operator import Operator, Planning, ours
 from ..subject.subject import Subject
 from ..worker import Emit
 from .observations import Code, Kernel
@@ -212,3 +213,84 @@ def summarize(code: KernelCode) -> Code:
         local=code.count(LOCAL_MEMORY_OPCODES),
         local_in_loops=code.count(LOCAL_MEMORY_OPCODES, in_loops=True),
     )
+
+
+def plan_kernels(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
+    """Return the kernels of a GPU that is not here: ours compiled, others as they are promised.
+
+    ``payload`` has ``subject``, ``cases`` and ``gpu``; ``emit`` gets ``{"event": "case", "case"}`` after
+    each. Returns ``cases``, each with ``name``, ``kernels``, and ``reason`` where there are none.
+    """
+    subject = Subject.from_json(payload["subject"])
+    operator = operator_of(subject)
+    cases = []
+    promised = [] if subject.builtin else _promised_kernels(subject)
+    for table in payload["cases"]:
+        problem = operator.parse_case(table["problem"])
+        if subject.builtin:
+            kernels, reason = _own_kernels(operator, subject, problem, payload["gpu"])
+        else:
+            kernels, reason = promised, "" if promised else "no launch is promised: [launch] of a kernel.toml says it"
+        cases.append({"name": table["name"], "kernels": [each.model_dump(mode="json") for each in kernels]})
+        cases[-1]["reason"] = reason
+        emit({"event": "case", "case": cases[-1]})
+    return {"cases": cases}
+
+
+def _own_kernels(operator: Operator, subject: Subject, problem: Any, gpu: str) -> tuple[list[Kernel], str]:
+    if not isinstance(operator, Planning):
+        return [], f"operator {operator.name} does not say what its kernels would be on a GPU that is not here"
+    if (refusal := ours(operator).refusal(subject.name, problem, gpu)) is not None:
+        return [], f"not served on {gpu}: {refusal}"
+    try:
+        planned = operator.planned_kernels(subject.name, problem, gpu)
+    except CompileError as error:
+        return [], str(error).partition("\n")[0]
+    kernels = [
+        Kernel(
+            name=each.name,
+            grid=each.grid,
+            block=each.block,
+            registers=each.code.registers,
+            shared_memory_bytes=each.shared_memory_bytes,
+            code=summarize(each.code),
+        )
+        for each in planned
+    ]
+    return kernels, ""
+
+
+def _promised_kernels(subject: Subject) -> list[Kernel]:
+    """Return the launches that a kernel.toml promises; gate build looks into the libraries that it makes."""
+    return [
+        Kernel(
+            name=promise.pattern,
+            grid=promise.grid,
+            block=promise.block,
+            shared_memory_bytes=promise.shared_memory_bytes,
+            code_missing="gate build of `flashmoe prove` reads it",
+        )
+        for promise in subject.kernels
+    ]
+
+
+def call_once(payload: dict[str, Any]) -> None:
+    """Make one call of one case between the marks that start and stop a profiler, in this process.
+
+    Args:
+        payload: ``subject``; ``case``, a table with ``problem``; ``seed``.
+    """
+    torch.set_grad_enabled(False)
+    subject = Subject.from_json(payload["subject"])
+    operator = operator_of(subject)
+    problem = operator.parse_case(payload["case"]["problem"])
+    inputs = operator.make_inputs(problem, seed=payload["seed"], device="cuda")
+    call = operator.bind(load_entry(subject), problem, inputs)
+    for _ in range(2):  # compile, tune, allocate
+        call()
+    torch.cuda.synchronize()
+    profiler: Any = torch.cuda.profiler  # not typed
+    profiler.start()
+    call()
+    torch.cuda.synchronize()
+    profiler.stop()

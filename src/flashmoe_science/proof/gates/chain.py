@@ -11,7 +11,7 @@ from ..cost.cost import RunSize, size_of
 from ..measure.environment import describe_apart as _read_environment
 from ..ranks.topology import describe_ranks
 from ..records.evidence import GATE_NAMES, Gate, GateName, GateStatus, Record
-from ..records.paid import GPU_GATES
+from ..records.ledger import GPU_GATES
 from ..subject.subject import hash_sources
 from . import correct, launch, speed, static
 from .resume import adopt, check_resumable, has_cell, kept_note, kept_outcome

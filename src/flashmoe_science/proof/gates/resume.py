@@ -7,10 +7,14 @@ sources, cases, baselines, settings and seed, on the same card with the same sof
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...errors import EvidenceError
+from ...errors import EvidenceError, TooFewRoundsError
+from ..judge.judge import paired_log_ratios
+from ..judge.statistics import clustered_interval
 from ..records.evidence import CaseRecord, GateName, GateStatus, Record, Resumed, Rounds, TimeKind
 from ..text import counted
 from .run import CHANGED_SOURCES, Outcome, Run
@@ -110,7 +114,29 @@ def is_finished(run: Run, name: str) -> bool:
     case = run.cases[name]
     if not run.has_gpu:
         return _is_checked(case)
-    return all(has_cell(case, process, mode) for mode in run.modes for process in range(run.settings.processes))
+    n = run.settings.processes
+    planned = [(process, mode) for mode in run.modes for process in range(n)]
+    if not all(has_cell(case, *cell) for cell in planned):
+        return False
+    return all(has_cell(case, p, mode) for mode in run.modes if is_wide(run, name, mode) for p in range(n, 2 * n))
+
+
+def is_wide(run: Run, name: str, mode: Sequence[TimeKind]) -> bool:
+    """Return whether the planned processes leave a speedup with a wider interval than ``--width`` to either side."""
+    case, width = run.cases[name], run.settings.width
+    if width is None:
+        return False
+    baselines = [arm.name for arm in case.arms if arm.role == "baseline"]
+    for kind, baseline in itertools.product(mode, baselines):
+        found = paired_log_ratios(case, kind, baseline, run.subject.name)
+        groups = [values for (_, process), values in found.items() if process < run.settings.processes]
+        try:
+            interval = clustered_interval(groups) if groups else None
+        except TooFewRoundsError:
+            return True
+        if interval is not None and (interval.high - interval.low) / 2 > math.log1p(width):
+            return True
+    return False
 
 
 def has_cell(case: CaseRecord, process: int, mode: Sequence[TimeKind]) -> bool:

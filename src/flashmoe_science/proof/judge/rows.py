@@ -97,6 +97,28 @@ def _ratio(record: Record, case: CaseRecord, arm: Arm, kind: TimeKind, control: 
     return Ratio(found.estimate, found, len(values))
 
 
+@dataclass(frozen=True)
+class MemoryRow:
+    """What one call of an arm allocates at its peak, beyond its inputs, in one case."""
+
+    case: CaseRecord
+    arm: Arm
+    # A baseline's bytes over the subject's; a control's over its original's.
+    ratio: float | None
+
+
+def memory_rows(record: Record) -> list[MemoryRow]:
+    """Return a row for every case and arm whose memory was counted, in the order of ``arm_rows``."""
+    found = []
+    for case in record.cases:
+        peaks = {arm.name: arm.peak_bytes for arm in case.arms if arm.peak_bytes is not None}
+        for arm in by_role(case.arms):
+            below = peaks.get(_compared_with(record, arm))
+            if arm.name in peaks:
+                found.append(MemoryRow(case, arm, peaks[arm.name] / below if below else None))
+    return found
+
+
 def _compared_with(record: Record, arm: Arm) -> str:
     """Return the arm whose figures those of ``arm`` are divided by; empty for the subject."""
     return {"subject": "", "baseline": record.subject.name, "control": arm.name.rpartition("#")[0]}[arm.role]

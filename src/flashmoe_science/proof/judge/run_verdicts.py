@@ -17,6 +17,7 @@ from .unreadable import naming
 Since = Callable[[Claim], Sources]
 EXPECTATION = "expectation"  # the id of the claim that a run is expected to show
 GATE_FAILED = 3  # the exit codes are in docs/reference/cli.md
+_FROM_GOOD_TO_BAD = (0, 4, 1, GATE_FAILED)
 
 
 def conclude(
@@ -94,6 +95,11 @@ def run_exit_code(record: Record, verdicts: Sequence[Verdict]) -> int:
     if record.failed_gate:
         return GATE_FAILED
     return exit_code(verdicts) if verdicts or not record.complete else 0
+
+
+def worst_exit_code(codes: Sequence[int]) -> int:
+    """Return the worst exit code of several runs: a failed gate, then a refuted claim, then an inconclusive one."""
+    return max(codes, key=_FROM_GOOD_TO_BAD.index)
 
 
 def last_word(record: Record) -> tuple[str, str]:

@@ -124,6 +124,22 @@ def family_intervals(cases: Sequence[Groups], confidence: float = 0.95) -> list[
     ]
 
 
+def shift_interval(above: Values, below: Values, confidence: float = 0.95) -> Interval:
+    """Return the median of all differences between two samples, with the exact interval of the Mann-Whitney test.
+
+    Raises ``TooFewRoundsError``: no interval of this confidence exists; 95 % needs at least 4 values on either side.
+    """
+    above, below = _checked(above), _checked(below)
+    dropped = _dropped_differences(len(above), len(below), confidence)
+    if dropped == 0:
+        raise TooFewRoundsError(
+            f"{len(above)} and {len(below)} rounds cannot give an interval of {confidence:.4g} confidence",
+            hint="run more rounds",
+        )
+    differences = np.subtract.outer(np.asarray(above), np.asarray(below)).ravel()
+    return _between(differences, dropped, min(len(above), len(below)), confidence)
+
+
 def _between(values: _Array, dropped: int, n: int, confidence: float) -> Interval:
     """Return the median of ``values``, and as interval what is left without those ``dropped`` at either end."""
     ordered = np.sort(values)
@@ -255,6 +271,22 @@ def _dropped_averages(n: int, confidence: float) -> int:
         longer[rank:] += chances / 2
         chances = longer
     return int(np.searchsorted(np.cumsum(chances), tail * (1 + 1e-12), side="right"))
+
+
+@lru_cache(maxsize=256)
+def _dropped_differences(m: int, n: int, confidence: float) -> int:
+    """Return how many of the sorted differences lie up to and including each end of the interval; 0: none exists."""
+    tail = (1 - confidence) / 2
+    if m + n > 2 * _EXACT_ROUNDS:
+        mean, variance = m * n / 2, m * n * (m + n + 1) / 12
+        return max(0, math.floor(mean - float(ndtri(1 - tail)) * math.sqrt(variance)))
+    counts: _Array = np.zeros(m * n + 1)  # of each Mann-Whitney sum: the coefficients of a Gaussian binomial
+    counts[0] = 1.0
+    for i in range(1, m + 1):
+        counts[n + i :] -= counts[: -(n + i)].copy() if n + i < len(counts) else 0.0
+        for start in range(i):
+            counts[start::i] = np.cumsum(counts[start::i])
+    return int(np.searchsorted(np.cumsum(counts), tail * math.comb(m + n, m) * (1 + 1e-12), side="right"))
 
 
 def _student(values: _Array, confidence: float) -> tuple[float, float]:

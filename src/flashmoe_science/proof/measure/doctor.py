@@ -23,6 +23,22 @@ from ..worker import describe_error
 from . import nvml
 from .environment import tree_commit
 
+# Distributions behind the baselines of our operators, and the name of each baseline.
+BASELINES = {
+    "flash-attn": "fa2",
+    "flash-attn-3": "fa3",
+    "flash-attn-4": "fa4",
+    "xformers": "xformers",
+    "flashinfer-python": "flashinfer",
+    "liger-kernel": "liger",
+    "scattermoe": "scattermoe",
+    "sonic-moe": "sonicmoe",
+    "triton_kernels": "triton_kernels",
+    "vllm": "vllm-triton",
+}
+FA3_LIBRARY = "FLASHMOE_FA3_LIBRARY"  # names FlashAttention-3's shared library, as vLLM builds it
+
+_PROFILING_FLAG = Path("/proc/driver/nvidia/params")
 _COMMAND_TIMEOUT_S = 20.0
 
 
@@ -161,6 +177,14 @@ def _check_nvcc() -> list[Check]:
     return [Check("nvcc", ok=True, text=f"CUDA {found.group(1)}" if found else "version unknown")]
 
 
+def _check_ncu() -> list[Check]:
+    if shutil.which("ncu") is None:
+        hint = "only a diagnosis with counters needs Nsight Compute: it comes with the CUDA toolkit"
+        return [Check("Nsight Compute", ok=None, text="not on PATH", hint=hint)]
+    found = re.search(r"Version ([\d.]+)", _output("ncu", "--version") or "")
+    return [Check("Nsight Compute", ok=True, text=found.group(1) if found else "version unknown"), *_check_counters()]
+
+
 def _output(*command: str) -> str | None:
     """Return the output of a command, or None where it is missing or fails."""
     try:
@@ -168,6 +192,42 @@ def _output(*command: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _check_counters() -> list[Check]:
+    may = may_read_counters(_read_or_none(_PROFILING_FLAG), is_root=hasattr(os, "geteuid") and os.geteuid() == 0)
+    if may is None:
+        hint = "`ncu --set basic` on any program tells"
+        return [Check("GPU counters", ok=None, text="unknown: the driver does not say who may read them", hint=hint)]
+    if may:
+        return [Check("GPU counters", ok=True, text="this user may read them")]
+    hint = "as root, or with the driver's option NVreg_RestrictProfilingToAdminUsers=0"
+    return [Check("GPU counters", ok=False, text="the driver keeps them for the administrator", hint=hint)]
+
+
+def may_read_counters(parameters: str | None, *, is_root: bool) -> bool | None:
+    """Return whether Nsight Compute may read counters, by the driver's parameters; None where they do not say."""
+    found = re.search(r"^RmProfilingAdminOnly:\s*(\d+)", parameters or "", re.MULTILINE)
+    if found is None:
+        return None
+    return is_root or found.group(1) == "0"
+
+
+def _read_or_none(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+
+
+def _check_baselines() -> list[Check]:
+    found = {name: _distribution(distribution) for distribution, name in BASELINES.items()}
+    if os.environ.get(FA3_LIBRARY):
+        found["fa3"] = f"the library that {FA3_LIBRARY} names"
+    here = [f"{name} ({version})" for name, version in found.items() if version]
+    missing = [name for name, version in found.items() if not version]
+    text = ", ".join(["those of PyTorch", *here]) + (f"; not installed: {', '.join(missing)}" if missing else "")
+    return [Check("baselines", ok=True, text=text, hint="`flashmoe baselines` imports each and says whether it runs")]
 
 
 def _check_tree() -> list[Check]:
@@ -188,5 +248,7 @@ _CHECKS: dict[str, Callable[[], list[Check]]] = {
     "driver": _check_driver,
     "GPU": _check_gpu,
     "nvcc": _check_nvcc,
+    "Nsight Compute": _check_ncu,
+    "baselines": _check_baselines,
     "commit": _check_tree,
 }

@@ -15,7 +15,7 @@ from pathlib import Path
 from ...errors import EvidenceError
 from .evidence import Begun, Record, TimeKind
 from .files import append_shared, read_shared
-from .paid import as_text
+from .ledger import as_text
 
 FIRST = "0" * 64  # what the first line has in place of a hash
 

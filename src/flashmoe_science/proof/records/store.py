@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import datetime, timezone
 from pathlib import Path
 
 from ...errors import EvidenceError
@@ -27,7 +27,7 @@ from .documents import (
 )
 from .evidence import SCHEMA_VERSION, Begun, GateName, GateStatus, Record
 from .files import load_json, user_folder
-from .paid import as_text, paid_gates
+from .ledger import Entry, append_entry, as_text, paid_gates, read_entries
 
 _BEGIN_BYTES = 1000
 _ID_AT_THE_BEGIN = re.compile(rb'\s*\{\s*"schema_version":\s*\d+,\s*"id":\s*"([A-Za-z0-9_.@-]+)"')
@@ -125,7 +125,9 @@ def raise_twins(run_id: str, paths: Sequence[Path]) -> None:
 
 
 class Store:
-    """A folder of records, each in ``<id>.json.gz``. All runs begun are in ``begun.jsonl``.
+    """A folder of records, each in ``<id>.json.gz``.
+
+    Costs that no record knows are in ``ledger.jsonl``, all runs begun in ``begun.jsonl``.
 
     Reading never creates anything: a folder that does not exist has no runs.
 
@@ -138,6 +140,7 @@ class Store:
 
     def __init__(self, folder: str | Path | None = None) -> None:
         self.folder = _folder_named(str(folder)) if folder else default_folder()
+        self._ledger = self.folder / "ledger.jsonl"
         self._begun = BegunLedger(self.folder / "begun.jsonl")
 
     def __str__(self) -> str:
@@ -158,6 +161,32 @@ class Store:
         """Return the ids that start with ``prefix``, newest first."""
         return sorted((run_id for run_id in self.files() if run_id.startswith(prefix)), reverse=True)
 
+    def load(self, key: str) -> Record:
+        """Return the run whose id is ``key`` or starts with it, or the one in the file ``key``.
+
+        Raises ``EvidenceError`` when there is none, or more than one.
+        """
+        return Archive(self, repository=None).load(key)
+
+    def runs(self) -> list[RunSummary]:
+        """Return all runs, newest first."""
+        return Archive(self, repository=None).runs()
+
+    def costs(
+        self, *, since: datetime | None = None, on_trouble: Callable[[EvidenceError], None] | None = None
+    ) -> list[Entry]:
+        """Return what the gates of the runs took of a GPU, and the rows of the ledger.
+
+        A file that cannot be read goes to ``on_trouble``, or is raised.
+        """
+        gates = [
+            Entry(run.created_at, run.id, gate, run.subject, run.suite, run.gpu, seconds)
+            for run in Archive(self, repository=None).runs(on_trouble=on_trouble)
+            for gate, seconds in run.gpu_seconds.items()
+        ]
+        entries = [*gates, *read_entries(self._ledger)]
+        return [entry for entry in entries if since is None or entry.at >= as_text(since)]
+
     def begin(self, record: Record, factors: Sequence[float] = ()) -> Begun:
         """Enter a run that takes its first sample next into the ledger of runs begun.
 
@@ -174,6 +203,18 @@ class Store:
     def begun(self) -> list[tuple[str, BegunRun]]:
         """Return the hash and the content of each line of that ledger. Raises ``EvidenceError`` for a broken chain."""
         return self._begun.lines()
+
+    def book(self, entry: Entry) -> None:
+        """Enter a cost that no record knows into the ledger."""
+        with _errors_explained(self.folder):
+            append_entry(self._ledger, entry)
+
+    def add_cost(self, amount: float, *, note: str, gpu: str = "", at: datetime | None = None) -> Entry:
+        """Enter a cost by hand, in dollars."""
+        moment = as_text(at or datetime.now(timezone.utc))
+        entry = Entry(moment, "", "", "", "", gpu, gpu_seconds=0.0, dollars=amount, note=note)
+        self.book(entry)
+        return entry
 
 
 @contextmanager
@@ -282,6 +323,10 @@ class Archive:
             if run_id.startswith(key):
                 raise_twins(run_id, paths)
         return files
+
+    def has(self, key: str) -> bool:
+        """Return whether the id of a run is ``key`` or starts with it, or ``key`` is a file."""
+        return Path(key).is_file() if is_path(key) else any(run_id.startswith(key) for run_id in self._files_of(key))
 
     def load(self, key: str) -> Record:
         """Return the run whose id is ``key`` or starts with it, or the one in the file ``key``."""

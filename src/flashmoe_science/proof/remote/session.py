@@ -1,4 +1,4 @@
-"""The connection to a borrowed machine: one SSH process, and all that comes over it, in one place and one order.
+"""The connections to borrowed machines: one SSH process each, and all their messages, in one place and one order.
 
 Errors before the run starts there keep nothing. Later errors keep every finished case, because each case sends the
 record.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import queue
 import re
@@ -17,7 +16,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import resources
@@ -87,7 +86,7 @@ printf '%s%s\\n' "$_NO_PYTHON" "$(printf %s "$tried" | tr '\\n' ' ')"
 """.replace("$_NO_PYTHON", _NO_PYTHON)
 
 
-_Queue = queue.Queue[tuple[str, dict[str, Any]]]  # what came; "ended" is the last
+_Queue = queue.Queue[tuple["_Session", str, dict[str, Any]]]  # what came from where; "ended" is the last
 
 
 @dataclass(frozen=True)
@@ -110,86 +109,102 @@ class Host:
 
 @dataclass
 class HostResult:
-    """How the run ended."""
+    """How the run on one host ended."""
 
     host: Host
     record: Record | None = None  # as far as it came here
     error: FlashmoeError | None = None  # why it is not there, or not complete
     stopped: bool = False  # on request
+    seconds: float = 0.0  # how long the machine was held
+    reached: bool = False  # it answered: until then nothing is held
 
 
 def prove_on(
-    host: Host,
+    hosts: Sequence[Host],
     request: RemoteRequest,
     tree: Tree,
     *,
-    progress: Progress,
-    save: Callable[[Record], None],
-    begin: Callable[[Record, RunSize], Budget | None] = lambda *_: None,
+    progress: Mapping[str, Progress],
+    save: Callable[[str, Record], None],
+    begin: Callable[[str, Record, RunSize], Budget | None] = lambda *_: None,
     requirements: Mapping[str, str] = REQUIREMENTS,
     heartbeat_s: float = HEARTBEAT_S,
     silence_s: float = SILENCE_S,
-) -> HostResult:
-    """Run the chain on a borrowed machine.
+) -> list[HostResult]:
+    """Run the chain on every host at the same time.
 
     Args:
-        host: where.
+        hosts: where, each once.
         request: what.
         tree: what is sent.
-        progress: told what is going on.
-        save: gets the record, as it grows; each replaces the one before. Where it fails, the run ends.
-        begin: gets the record before its first gate and what is going to be run there; returns what holds it to a
-            budget, if anything. Where it fails, the run ends before it costs anything.
+        progress: told what is going on, one for each host's name.
+        save: gets the name and the record, as it grows; each replaces the one before. Where it fails, that run ends.
+        begin: gets the name, the record before its first gate and what is going to be run there; returns what holds it
+            to a budget, if anything. Where it fails, that run ends before it costs anything.
         requirements: what the harness needs there: module -> requirement.
         heartbeat_s: between signs of life.
         silence_s: after so long without one the run over there ends.
 
     Returns:
-        How it ended. Where the connection is lost, with the last record and the error.
+        One result for each host, in order. Where a connection is lost, with the last record and the error.
 
     Raises:
-        KeyboardInterrupt: after the run was told to stop and what it had finished was saved.
+        KeyboardInterrupt: after the runs were told to stop and what they had finished was saved.
     """
+    said: _Queue = queue.Queue(_WAITING_LIMIT)
+    archive = tree.pack()
     setup = {"package": tree.package, "silence_s": silence_s, "requirements": dict(requirements)}
-    session = _Session(host, _with_an_id(request), setup, tree.pack(), heartbeat_s)
+    sessions = [_Session(host, said, _with_an_id(request), setup, archive, heartbeat_s) for host in hosts]
+    open_ = set(sessions)
 
-    def handle(kind: str, data: dict[str, Any]) -> None:
+    def handle(session: _Session, kind: str, data: dict[str, Any]) -> None:
         if kind == "record":
             if (record := session.take(data["record"])) is not None:
-                save(record)
+                save(session.host.name, record)
         elif kind == "begin":
-            budget = begin(session.read(data["record"]), SIZE.validate_python(data["size"]))
+            record = session.read(data["record"])
+            budget = begin(session.host.name, record, SIZE.validate_python(data["size"]))
             session.tell({"do": "begin", "budget": BUDGET.dump_python(budget, mode="json")})
+        elif kind == "ended":
+            open_.discard(session)
+            session.settle()
         else:
-            session.show(progress, kind, data)
+            session.show(progress[session.host.name], kind, data)
 
     try:
-        session.start()
-        _drain(session, handle)
-    except KeyboardInterrupt:  # the run saves what it has; a second Ctrl-C ends this at once
-        session.result.stopped = True
-        progress.note("stopping: what is finished comes here first")
-        session.tell({"do": "stop"})
-        _drain(session, handle, time.monotonic() + _STOP_S)
+        for session in sessions:
+            session.start()
+        _drain(said, open_, handle)
+    except KeyboardInterrupt:  # every run saves what it has; a second Ctrl-C ends this at once
+        for session in open_:
+            session.result.stopped = True
+            progress[session.host.name].note("stopping: what is finished comes here first")
+            session.tell({"do": "stop"})
+        _drain(said, open_, handle, time.monotonic() + _STOP_S)
         raise
     finally:
-        session.kill()
-    return session.result
+        for session in sessions:
+            session.kill()
+    return [session.result for session in sessions]
 
 
-def _drain(session: _Session, handle: Callable[[str, dict[str, Any]], None], deadline: float = math.inf) -> None:
+def _drain(
+    said: _Queue,
+    open_: Collection[_Session],
+    handle: Callable[[_Session, str, dict[str, Any]], None],
+    deadline: float | None = None,
+) -> None:
     """Handle all that comes, in the main thread, so that Ctrl-C finds it there. A run that cannot be heard ends."""
-    while time.monotonic() < deadline:
+    while open_:
         try:
-            kind, data = session.said.get(timeout=0.5)  # wakes now and then: Ctrl-C is seen on every system
+            session, kind, data = said.get(timeout=0.5)  # wakes now and then: Ctrl-C is seen on every system
         except queue.Empty:
+            if deadline is not None and time.monotonic() > deadline:
+                return
             continue
-        if kind == "ended":
-            session.settle()
-            return
         name = session.host.name
         try:
-            handle(kind, data)
+            handle(session, kind, data)
         except FlashmoeError as error:
             session.give_up(error)
         except OSError as error:
@@ -201,7 +216,7 @@ def _drain(session: _Session, handle: Callable[[str, dict[str, Any]], None], dea
 
 
 def _with_an_id(request: RemoteRequest) -> RemoteRequest:
-    """Return the request with the id of its record, which is given here, and not there."""
+    """Return the request of one host: the id of its record is given here, and not there."""
     subject = PurePath(request.subject).stem  # of a kernel.toml, its name without the ending
     run = new_run_id(PurePath(request.suite).stem, subject, datetime.now(timezone.utc))
     return request.model_copy(update={"run": re.sub(r"[^A-Za-z0-9_.@-]", "_", run)})
@@ -233,6 +248,7 @@ class _Session:
     def __init__(
         self,
         host: Host,
+        said: _Queue,
         request: RemoteRequest,
         setup: dict[str, Any],
         archive: bytes,
@@ -241,7 +257,7 @@ class _Session:
         self.host = host
         self.result = HostResult(host)
         self.gate = ""  # that has begun
-        self.said: _Queue = queue.Queue(_WAITING_LIMIT)
+        self._said = said
         self._request = request
         self._setup = setup
         self._archive = archive
@@ -294,7 +310,7 @@ class _Session:
             progress.finish(gate.model_copy(update=texts))
 
     def give_up(self, error: FlashmoeError) -> None:
-        """Let the run end, whose machine would be paid for nothing."""
+        """Let the run end, whose machine would be paid for nothing. Those on other machines go on."""
         if self.result.error is None:
             self.result.error = error
             self.tell({"do": "stop"})
@@ -321,6 +337,7 @@ class _Session:
         except OSError as error:
             hint = "install an SSH client, or let FLASHMOE_SSH name one"
             raise RemoteError(f"{argv[0]} cannot be started: {error.strerror}", hint=hint) from error
+        self._began = time.monotonic()
         self._logger = threading.Thread(target=self._read_log, daemon=True)
         self._logger.start()
         for work in (self._read, lambda: self._speak(program)):
@@ -404,8 +421,9 @@ class _Session:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(10.0)
             self._logger.join(10.0)  # what ssh says last is why it ended
+            self.result.seconds, self.result.reached = time.monotonic() - self._began, self._connected
             self._ended.set()
-            self.said.put(("ended", {}))
+            self._said.put((self, "ended", {}))
 
     def _hear(self, line: str) -> None:
         if line.startswith(_NO_PYTHON):
@@ -444,10 +462,10 @@ class _Session:
             self._printed += kind not in ("advance", "record")
             if self._printed > _PRINTED_LIMIT:
                 raise RemoteError(f"{self.host.name}: it says more than {_PRINTED_LIMIT} things")
-            self.said.put((kind, event))
+            self._said.put((self, kind, event))
 
     def _note(self, line: str) -> None:
-        self.said.put(("note", {"line": line}))
+        self._said.put((self, "note", {"line": line}))
 
     def _send_wheels(self, event: dict[str, Any]) -> None:
         why = f"no package index there ({_text(event, 'why')})"
@@ -469,10 +487,17 @@ def ssh_command() -> list[str]:
 
 def _cannot_connect(name: str, log: Sequence[str]) -> RemoteError:
     """Return what ssh said, with what to do about it."""
+    text = "\n".join(log)
     last = log[-1] if log else "ssh said nothing"
     by_hand = shlex.join([*ssh_command(), name])
-    hint = (
-        f"the same as ssh sees it: {by_hand}; a host key is not accepted unseen (compare its fingerprint with your "
-        "provider's), and the key has to work without a password: ssh-agent, or IdentityFile in ~/.ssh/config"
-    )
-    return RemoteError(f"{name} cannot be reached: {last}", hint=hint)
+    if "REMOTE HOST IDENTIFICATION HAS CHANGED" in text:
+        hint = "another machine at the same address, or somebody in between: compare the key's fingerprint with your "
+        hint += "provider's before you run ssh-keygen -R"
+        return RemoteError(f"{name} has another host key than the one that is known", hint=hint)
+    if "Host key verification failed" in text:
+        hint = f"compare its fingerprint with your provider's when you connect by hand once: {by_hand}"
+        return RemoteError(f"{name} has a host key that is not known here, and none is accepted unseen", hint=hint)
+    if "Permission denied" in text:
+        hint = f"the key has to work without a password: ssh-agent, or IdentityFile in ~/.ssh/config; try {by_hand}"
+        return RemoteError(f"{name} refuses the login: {last}", hint=hint)
+    return RemoteError(f"{name} cannot be reached: {last}", hint=f"the same as ssh sees it: {by_hand}")

@@ -1,15 +1,16 @@
-"""The content of a page about runs, as words and tables: the same in every format. It computes nothing."""
+"""The content of a page about runs, as words and tables: the same for HTML and Markdown. It computes nothing."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timezone
 from statistics import median
 
 from markupsafe import Markup
 
+from ..compare.side_by_side import SideBySide, side_by_side
 from ..judge.judge import Verdict, check_control, exit_code
 from ..judge.roofline import roofline_of
 from ..judge.rows import (
@@ -133,14 +134,25 @@ class Page:
     title: str
     runs: Sequence[RunPart]
     index: Table | None  # where there are several runs
+    beside: Sequence[tuple[str, Table]]  # what several runs share, each with its heading
+
+    @property
+    def nothing_beside(self) -> str:
+        """Say why several runs share nothing."""
+        if not any(kinds_measured(run.record) for run in self.runs):
+            return "None of these runs was timed, so there are no times to compare."
+        return "These runs share no problem that both timed against the same baseline."
 
 
 def build_page(judged: Sequence[Judged], kind: TimeKind | None = None) -> Page:
     """Return the page about one run or several; times of ``kind`` come first, by default graph time."""
     runs = [_run_part(each, kind, f"run{number}") for number, each in enumerate(judged, 1)]
+    records = [each.record for each in judged]
     if len(runs) == 1:
-        return Page(f"{runs[0].title}, suite {runs[0].record.suite}", runs, None)
-    return Page(counted(len(runs), "run"), runs, _index(runs))
+        return Page(f"{runs[0].title}, suite {records[0].suite}", runs, None, [])
+    numbers = {record.id: number for number, record in enumerate(records, 1)}
+    beside = [_beside_table(found, numbers) for found in side_by_side(records)]
+    return Page(f"{counted(len(runs), 'run')} side by side", runs, _index(runs), beside)
 
 
 def _run_part(judged: Judged, kind: TimeKind | None, anchor: str) -> RunPart:
@@ -154,9 +166,9 @@ def _run_part(judged: Judged, kind: TimeKind | None, anchor: str) -> RunPart:
         Section("gates", "Gates", _gates(record)),
         Section("speed", "Speed", speed),
         Section("roofline", "Roofline", _roofline(record, shown) if shown and speed else []),
-        Section("launches", "Kernels launched", launches_of(record)),
+        Section("launches", "Kernels launched", _launches(record)),
         Section("sensors", "Clocks, power, temperature", _sensors(record)),
-        Section("memory", "Memory", memory_of(record)),
+        Section("memory", "Memory", _memory(record)),
         Section("accuracy", "Accuracy", _accuracy(record)),
         Section("environment", "Environment", [Facts(_environment(record))]),
     ]
@@ -293,7 +305,7 @@ def _range(read: Sequence[float]) -> str:
     return " / ".join(f"{value:.0f}" for value in (min(read), median(read), max(read))) if read else ""
 
 
-def launches_of(record: Record) -> list[Table]:
+def _launches(record: Record) -> list[Table]:
     """Return a row for every kernel of an arm and each block and resources of it, the subject's first."""
     groups: dict[tuple[str, int, str, tuple[str, ...]], dict[str, str]] = {}  # -> case -> grid
     arms = [(case, place, arm) for case in record.cases for place, arm in enumerate(by_role(case.arms))]
@@ -317,8 +329,7 @@ def _size(size: tuple[int, int, int]) -> str:
     return " x ".join(map(str, size))
 
 
-def memory_of(record: Record) -> list[Table]:
-    """Return a row for every case: what one call of each arm allocates at its peak."""
+def _memory(record: Record) -> list[Table]:
     rows = []
     for case in record.cases:
         peaks = {arm.name: arm.peak_bytes for arm in case.arms if arm.peak_bytes is not None}
@@ -393,3 +404,19 @@ def _index(runs: Sequence[RunPart]) -> Table:
         rows.append((str(number), *about, (record.tree.commit or "none")[:12], record.id))
     columns = ("number", "result", "subject", "suite", "GPU", "commit", "run")
     return Table("the runs on this page", columns, rows, words=7)
+
+
+def _beside_table(found: SideBySide, numbers: Mapping[str, int]) -> tuple[str, Table]:
+    """Return a heading and a table: first the speedups of all runs, then the times."""
+    runs = [numbers[record.id] for record in found.records]
+    times = [f"{record.subject.name}, run {numbers[record.id]}" for record in found.records]
+    rows = []
+    for case in found.cases:
+        speedups = [format_ratio(row.ratio) if row else "" for row in case.rows]
+        seconds = [format_seconds(each) if each else "" for each in case.seconds]
+        rows.append([case.name, *speedups, *seconds])
+    note = "A speedup belongs to its run, in which both arms took turns."
+    if found.differing:
+        note += f" The times are not of like conditions: the runs differ in {', '.join(found.differing)}."
+    columns = ["case", *(f"speedup, run {number}" for number in runs), *times]
+    return f"{found.kind} time against {found.baseline}", Table(note, columns, rows)

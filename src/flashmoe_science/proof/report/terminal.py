@@ -5,7 +5,7 @@ Everything is ASCII, but for the lines of a table, and says the same without col
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -16,12 +16,14 @@ from rich.table import Table
 from rich.text import Text
 
 from ..compare.compare import CaseComparison, Comparison, Effect
+from ..compare.history import History
 from ..judge.judge import Verdict, VerdictStatus, holds
 from ..judge.limits import not_seen
 from ..judge.rows import (
     ArmRow,
     accuracy_rows,
     arm_rows,
+    by_role,
     commit_words,
     default_kind,
     format_bytes,
@@ -31,6 +33,7 @@ from ..judge.rows import (
     is_lowest,
     kinds_measured,
     lowest_case,
+    memory_rows,
     unmeasured,
 )
 from ..judge.run_verdicts import EXPECTATION, last_word
@@ -158,6 +161,16 @@ def _speed_table(record: Record, kind: TimeKind) -> RenderableType:
     return Group(_by_case(columns, rows), Text("\n".join(lines), "dim"))
 
 
+def memory_table(record: Record) -> RenderableType:
+    """Return what one call of every arm allocates, case by case, and how that compares with the subject's."""
+    rows: list[tuple[CaseRecord, Sequence[RenderableType]]] = []
+    for row in memory_rows(record):
+        ratio = f"{row.ratio:.3f}" if row.ratio is not None else ""
+        rows.append((row.case, [_arm_name(row.arm), f"{(row.arm.peak_bytes or 0) / 2**20:,.3f} MiB", ratio]))
+    legend = "peak memory: what one call allocates, beyond its inputs; a control's is compared with its original's"
+    return Group(_by_case(("peak memory", "times the subject's"), rows), Text(legend, "dim"))
+
+
 def _by_case(columns: Sequence[str], rows: Iterable[tuple[CaseRecord, Sequence[RenderableType]]]) -> Table:
     """Return rows of arms below the names of their cases."""
     table, shown = new_table("case and arm", *columns), None
@@ -253,6 +266,25 @@ def unmeasured_lines(record: Record) -> RenderableType | None:
     return grid
 
 
+def launch_table(record: Record) -> RenderableType:
+    """Return the kernels that every arm really launched, case by case."""
+    table = new_table("case and arm", "kernel", "grid", "block", "registers", "shared", left=2)
+    for case in record.cases:
+        launched = [arm for arm in by_role(case.arms) if arm.launches and arm.role != "control"]
+        if launched:
+            table.add_row(Text(case.name, "bold"))
+        for arm in launched:
+            for rank, launches in enumerate([arm.launches, *arm.rank_launches]):
+                shown = f"  {arm.name}, rank {rank}" if arm.rank_launches else f"  {arm.name}"
+                for number, launch in enumerate(launches):
+                    times = f"{launch.count} x " if launch.count != 1 else ""
+                    name = f"{times}{shortened_kernel(launch.name)}"
+                    grid, block = (",".join(map(str, size)) for size in (launch.grid, launch.block))
+                    memory = format_bytes(launch.shared_memory_bytes)
+                    table.add_row("" if number else shown, name, grid, block, str(launch.registers), memory)
+    return table
+
+
 def shortened_kernel(name: str) -> str:
     """Return a kernel's name without the end of its template arguments, where they are long."""
     return name if len(name) <= _LONGEST_KERNEL else f"{name[: _LONGEST_KERNEL - 3]}..."
@@ -319,6 +351,47 @@ def _last_word(record: Record) -> tuple[Text, str]:
     return Text(word, "bold red" if word == "gate failed" else "bold yellow"), sentence
 
 
+def outcome_table(outcomes: Sequence[tuple[Record, Sequence[Verdict]]]) -> RenderableType:
+    """Return a line for each of several runs: the subject, the gate that stopped it or the verdict, and why."""
+    grid = new_grid(max((len(record.subject.name) for record, _ in outcomes), default=0), 12)
+    for record, verdicts in outcomes:
+        rows = [
+            (Text(verdict.status.value, _VERDICT_STYLE[verdict.status]), f"{verdict.claim.sentence}: {figure(verdict)}")
+            for verdict in verdicts
+            if verdict.gate_failed is None
+        ]
+        for number, row in enumerate(rows or [_last_word(record)]):
+            grid.add_row(Text("" if number else record.subject.name, "bold"), *row)
+    return grid
+
+
+def host_table(runs: Mapping[str, Record]) -> RenderableType:
+    """Return a row for every case and a column for every machine: its time, and its speedup over the first baseline.
+
+    Args:
+        runs: The records by the machine's name. All are of one request.
+    """
+    columns = {name: _host_cells(record) for name, record in runs.items()}
+    cases = list(dict.fromkeys(case for cells in columns.values() for case in cells))
+    heads = ["case"]
+    for name, record in runs.items():
+        kind, gpu = default_kind(record), record.environment.gpu
+        over = f", {kind}, speedup over {record.baselines[0]}" if kind and record.baselines else ""
+        heads.append(f"{name}: {gpu.name if gpu else 'no GPU'}{over}")
+    return plain_table(heads, [[case, *(cells.get(case, "") for cells in columns.values())] for case in cases])
+
+
+def _host_cells(record: Record) -> dict[str, str]:
+    kind = default_kind(record)
+    cells = {case.name: {True: "correct", False: "wrong", None: "not shown"}[case.correct] for case in record.cases}
+    for row in arm_rows(record, kind) if kind else ():
+        if row.arm.role == "subject":
+            cells[row.case.name] = f"{format_seconds(row.rates.seconds)}, no speedup" if row.rates else row.arm.status
+        elif row.arm.name in record.baselines[:1] and row.ratio and cells[row.case.name].endswith("no speedup"):
+            cells[row.case.name] = cells[row.case.name].replace("no speedup", format_ratio(row.ratio))
+    return cells
+
+
 def count_line(verdicts: Sequence[Verdict]) -> str:
     """Return how many claims have which verdict, e.g. ``3 claims: 2 demonstrated, 1 refuted``."""
     counts = {status: sum(verdict.status is status for verdict in verdicts) for status in VerdictStatus}
@@ -382,7 +455,8 @@ def compile_line(
 def comparison_lines(comparison: Comparison) -> RenderableType:
     """Return the revisions, a row for every case and kind of time, and the verdict over all."""
     head = new_grid(0)
-    how = "; rounds interleaved in one run" if comparison.cases else ""
+    how = "rounds interleaved in one run" if comparison.paired else "two runs, not paired"
+    how = f"; {how}" if comparison.cases else ""
     for label, text in (
         ("A", comparison.a),
         ("B", comparison.b),
@@ -398,6 +472,23 @@ def comparison_lines(comparison: Comparison) -> RenderableType:
     for note in comparison.notes:
         verdict.add_row("", Text(f"note: {note}", "dim"))
     return Group(*parts, verdict)
+
+
+def history_lines(history: History) -> RenderableType:
+    """Return a row for every run, every change between two of them, and what all that shows."""
+    over = history.cases[0] if len(history.cases) == 1 else f"geometric mean of {counted(len(history.cases), 'case')}"
+    head = f"{history.subject} over {history.baseline}, suite {history.suite}, {history.metric} time: {over}"
+    runs = new_table("run", "commit", "speedup", "level", left=2)
+    for point in history.points:
+        runs.add_row(point.run, point.commit[:12], f"{point.speedup:.3f}x", str(point.level + 1))
+    grid = new_grid(9)
+    for change in history.changes:
+        shift = format_ratio(change.interval) if change.interval else f"{change.shift:.3f}x"
+        where = f"{change.before} -> {change.after}: {shift}, chance {change.chance:.2g}"
+        grid.add_row(Text(change.label, "bold yellow"), Text(f"{where}\n{change.reason}"))
+    for note in history.notes:
+        grid.add_row(Text("note", "dim"), Text(note, "dim"))
+    return Group(head, "", runs, "", grid, Text(history.verdict, "bold"))
 
 
 def _comparison_table(comparison: Comparison) -> RenderableType:
@@ -430,6 +521,6 @@ def _reasons(cases: Sequence[CaseComparison]) -> list[RenderableType]:
 def _legend(comparison: Comparison) -> str:
     low, high = 1 / (1 + comparison.tolerance), 1 + comparison.tolerance
     return (
-        f"A / B: A's time / B's; intervals hold together at 95 %\n"
+        f"A / B: {comparison.quantity}; intervals hold together at 95 %\n"
         f"same: all of the interval within {low:.4g} to {high:.4g} (--tolerance {comparison.tolerance:.3g})"
     )

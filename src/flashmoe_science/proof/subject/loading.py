@@ -177,6 +177,13 @@ def is_builtin(subject: SubjectInfo) -> bool:
     return own_folder and own_module and builtin_names().get(subject.name) == subject.operator
 
 
+def same_entry(one: str, other: str) -> bool:
+    """Return whether two entry points are one; of our own package its files may have moved since a record."""
+    (module, _, name), (other_module, _, other_name) = one.partition(":"), other.partition(":")
+    is_ours = {module.partition(".")[0], other_module.partition(".")[0]} == {PACKAGE_FOLDER.name}
+    return one == other or (is_ours and name == other_name)
+
+
 def _builtin_subject(operator_name: str, name: str) -> Subject:
     operator = ours(load_operator(operator_name))
     return Subject(

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 
-from ...gpu.planning import Axis, Work
+from ...gpu.planning import Axis, PlannedKernel, Work
 from ...gpu.specs import GpuSpec
 from .outputs import Answer, Call
 
@@ -290,6 +290,14 @@ class Scalable(Protocol):
 
         The work for one result grows in proportion to a sequential axis, the number of results to a parallel one.
         """
+
+
+@runtime_checkable
+class Planning(Protocol):
+    """What an operator may offer besides: what its own subjects would launch, compiled with no GPU."""
+
+    def planned_kernels(self, subject: str, problem: Any, gpu: str) -> Sequence[PlannedKernel]:
+        """Return the kernels of one call, in order. Raises ``CompileError``; ``refusal`` is asked before."""
 
 
 @runtime_checkable
