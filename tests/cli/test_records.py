@@ -60,7 +60,7 @@ def test_a_file_that_cannot_be_read_does_not_stop_the_others(run, files):
     (files / "0.json").write_text('{"gates": [')
     code, out, err = run("import", str(files))
     assert (code, out.endswith("3 runs: 2 new, 1 failed\n")) == (2, True)
-    assert "0.json: key (document)" in err
+    assert "0.json: is no record of a run" in err
 
 
 def test_a_complete_run_is_only_replaced_when_that_is_asked_for(run, files):

@@ -210,13 +210,13 @@ def test_a_machine_chooses_neither_packages_nor_options_of_pip(changes, monkeypa
 
 @pytest.mark.parametrize("count", [1e999, -1, "3", 10**400, None, True])
 def test_a_machine_counts_in_integers(count):
-    session = _Session(Host("gpu"), request("tell"), {}, b"", 1.0)
+    session = _Session(Host("gpu"), queue.Queue(), request("tell"), {}, b"", 1.0)
     with pytest.raises(ValueError, match="done must be an integer from 0 to"):
         session.show(Lines(), "advance", {"done": count, "total": 3, "label": "a"})
 
 
 def test_a_gate_that_a_machine_tells_of_is_bounded():
-    session = _Session(Host("gpu"), request("tell"), {}, b"", 1.0)
+    session = _Session(Host("gpu"), queue.Queue(), request("tell"), {}, b"", 1.0)
     session._hear("[" * 100_000)  # what a login shell prints is no document
     gate = Gate(name="bench", status=GateStatus.FAILED, summary="x" * 10**6, hint="y" * 10**6, details=["z" * 10**6])
     session.show(lines := Lines(), "finish", {"gate": gate.model_dump_json()})
