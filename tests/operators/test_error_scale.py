@@ -15,7 +15,7 @@ import torch
 from flashmoe_science.attention import reference
 from flashmoe_science.operators import MODULES
 from flashmoe_science.operators.attention_scale import forward_scale
-from flashmoe_science.operators.error_scale import WIDE, Estimate, Format, independent_terms
+from flashmoe_science.operators.error_scale import WIDE, Estimate, Format, coarse_products, independent_terms
 from flashmoe_science.proof.measure.allowed_error import Allowed, find_expected, find_shares, judge
 from flashmoe_science.proof.subject.loading import load_operator
 from flashmoe_science.proof.subject.operator import ErrorScaling
@@ -334,3 +334,14 @@ def test_an_eager_run_is_right_where_q_times_the_scale_is_rounded():
         exact, low = operator.exact(problem, inputs), operator.low_precision(problem, inputs)
         (scale,) = operator.error_scale(problem, inputs)
         assert float(find_shares(low, exact, Allowed(*scale)).max()) < 0.9
+
+
+def test_products_are_coarse_within_a_scale_alone():
+    def fails() -> None:
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+        raise ValueError("odd")
+
+    before = torch.backends.cuda.matmul.fp32_precision
+    with pytest.raises(ValueError, match="odd"):
+        coarse_products(fails)()
+    assert torch.backends.cuda.matmul.fp32_precision == before != "tf32"

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from flashmoe_science.proof.gates import chain, run
-from flashmoe_science.proof.gates.launch import case_problems
+from flashmoe_science.proof.gates.launch import _sum_up, case_problems
 from flashmoe_science.proof.processes import TaskResult
 from flashmoe_science.proof.records.evidence import Settings
 from flashmoe_science.proof.subject.custom_operator import CustomOperator
@@ -119,6 +119,13 @@ def gpu(monkeypatch):
     monkeypatch.setattr(chain, "_read_environment", lambda: environment_with(GPU))
     monkeypatch.setattr(run, "run_task", run_task)
     return fake
+
+
+def test_long_names_are_cut_in_the_summary():
+    launches = [{"name": f"void at::native::elementwise_kernel<128, 4, {'x' * 200}>(int)"}, {"name": "attend_kernel"}]
+    summary = _sum_up([{"arms": [{"role": "subject", "launches": launches}]}])
+    cut = f"at::native::elementwise_kernel<128, 4, {'x' * 18}..."
+    assert summary == f"nothing was promised, so only this is shown: {cut}, attend_kernel ran"
 
 
 def test_launches_go_into_the_record(gpu):
