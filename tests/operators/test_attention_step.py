@@ -65,7 +65,7 @@ def test_work_is_three_and_a_half_times_that_of_the_forward():
 
 
 def test_wrong_windows_are_refused():
-    for window, message in (([3], "window must be two integers"), (3, "window must be list, got 3")):
+    for window, message in (([3], "window must be two integers"), (3, "window: expected a list, got 3")):
         with pytest.raises(InputError, match=message):
             OPERATOR.parse_case({**TABLE, "window": window})
 

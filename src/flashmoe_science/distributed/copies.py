@@ -22,6 +22,8 @@ def widened(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _is_wide(x: Tensor) -> bool:
     """Return whether rows are contiguous, and begin and end at multiples of 16 bytes."""
+    if type(x) is not Tensor:  # a fake one has no address
+        return False
     each = _WIDE.itemsize // x.element_size()
     strides = x.stride()
     if not strides or strides[-1] != 1 or x.shape[-1] % each or x.storage_offset() % each:
