@@ -33,9 +33,9 @@ def test_sign_signs_records_and_verify_says_who(run, repository, tmp_path):
     key = tmp_path / "key"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
     (repository / "evidence" / "allowed_signers").write_text(f"me@example.org {(tmp_path / 'key.pub').read_text()}")
-    assert run("sign", RUN_ID, "--key", str(key))[:2] == (0, f"evidence/{RUN_ID}.sig\n")
+    assert run("sign", RUN_ID, "--key", str(key))[:2] == (0, f"evidence/{RUN_ID}.dsse\n")
     assert "signed by me@example.org" in run("verify", "--why")[1]
-    (repository / "evidence" / f"{RUN_ID}.sig").write_text("{}")
+    (repository / "evidence" / f"{RUN_ID}.dsse").write_text("{}")
     code, out, _ = run("verify")
     assert (code, out.startswith("invalid ")) == (4, True)
     assert "check signature: " in out

@@ -10,10 +10,11 @@ import pytest
 
 from flashmoe_science.errors import ProofError
 from flashmoe_science.proof import worker
-from flashmoe_science.proof.gates import chain
+from flashmoe_science.proof.gates import chain, run
 from flashmoe_science.proof.gates.run import passed
 from flashmoe_science.proof.judge.run_verdicts import last_word
 from flashmoe_science.proof.measure.environment import subject_tree
+from flashmoe_science.proof.processes import TaskResult
 from flashmoe_science.proof.records.documents import read_record, write_record
 from flashmoe_science.proof.records.evidence import GateStatus, TreeState
 from flashmoe_science.proof.subject.failure_hints import not_here
@@ -247,7 +248,7 @@ def test_import_that_hangs_fails_gate_import(tmp_path, hang):
 # Gate correct.
 
 
-def test_crash_keeps_the_cases_before_it_and_ends_the_gate(tmp_path):
+def test_crash_keeps_the_cases_before_it_and_those_after_are_still_checked(tmp_path):
     code = HONEST_CODE.replace("attend", "attend as honest") + (
         "def attend(q, k, v, *, causal, softmax_scale):\n"
         "    if q.shape[2] == 66:\n"
@@ -260,15 +261,38 @@ def test_crash_keeps_the_cases_before_it_and_ends_the_gate(tmp_path):
     gate = gate_of(record, "correct")
     assert statuses(record)["correct"] == "failed"
     assert statuses(record)["quick"] == "not reached"
-    assert gate.summary == "case b1_h3_s66_d64_fp16: killed by SIGSEGV; 1 right, 1 not checked"
+    assert gate.summary == ("1 of 3 cases ended the process, b1_h3_s66_d64_fp16: killed by SIGSEGV; 2 right")
     assert "last words" in gate.details
     assert gate.hint.startswith("the kernel may have read or written outside of its tensors")
+    assert "b1_h3_s66_d64_fp16: killed by SIGSEGV" in gate.details
     reasons = [case.arms[0].reason for case in record.cases]
-    assert (reasons[0], reasons[2]) == ("another case failed gate correct", "gate correct failed")
-    assert [case.correct for case in record.cases] == [True, False, None]
+    assert (reasons[0], reasons[2]) == ("another case failed gate correct", "another case failed gate correct")
+    assert [case.correct for case in record.cases] == [True, False, True]
     assert [case.arms[0].status for case in record.cases] == ["not measured", "failed", "not measured"]
     assert record.complete
-    assert [case.correct for case in recorder.saved[-3].cases] == [True, None, None]
+    assert [case.correct for case in recorder.saved[-4].cases] == [True, None, None]
+
+
+def test_after_three_crashes_the_rest_is_not_checked(monkeypatch):
+    started = []
+
+    def crash(task, payload, *, on_event, **_):
+        started.append([case["name"] for case in payload["cases"]])
+        on_event({"event": "start", "name": payload["cases"][0]["name"]})
+        return TaskResult(ok=False, data=None, reason="killed by SIGSEGV", seconds=1.0, output_tail=f"{len(started)}\n")
+
+    monkeypatch.setitem(chain._GATES, "import", lambda _: passed("left out"))
+    monkeypatch.setattr(run, "run_task", crash)
+    problems = [replace(SHORT, seqlen_q=size) for size in range(65, 70)]
+    record = run_chain(request_of(HONEST, *problems))
+    names = [case.name for case in record.cases]
+    assert started == [names, names[1:], names[2:]]
+    gate = gate_of(record, "correct")
+    assert gate.summary == (
+        f"3 of 5 cases ended the process, {', '.join(names[:3])}: killed by SIGSEGV; 0 right, 2 not checked"
+    )
+    assert gate.details == [*(f"{name}: killed by SIGSEGV" for name in names[:3]), "1"]
+    assert [case.correct for case in record.cases] == [False, False, False, None, None]
 
 
 def test_hang_fails_its_case_says_where_and_ends_the_gate(tmp_path, hang):
@@ -277,7 +301,7 @@ def test_hang_fails_its_case_says_where_and_ends_the_gate(tmp_path, hang):
     record = run_chain(request_of(subject, SHORT, replace(SHORT, seqlen_q=66)))
     assert statuses(record)["correct"] == "failed"
     gate = gate_of(record, "correct")
-    assert gate.summary == "case b1_h3_s65_d64_fp16: no answer within 120 s; 0 right, 1 not checked"
+    assert gate.summary == ("1 of 2 cases hung, b1_h3_s65_d64_fp16: no answer within 120 s; 0 right, 1 not checked")
     said = "the last lines of its output say where it hung; [limits] correct_cpu_s, or --time-limit, allows more"
     assert gate.hint == said
     assert [case.correct for case in record.cases] == [False, None]

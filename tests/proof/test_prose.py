@@ -196,7 +196,7 @@ def test_a_waiver_has_a_reason_and_counts_for_its_sentence_or_the_block_below(ch
 
 def test_code_and_what_is_rendered_are_left_out(check):
     assert (
-        check("```text\n9x faster\n```\n<!-- verdicts:begin -->\n| speedup |\n| --- |\n| 9x |\n<!-- verdicts:end -->")
+        check("```text\n9x faster\n```\n<!-- summary:begin -->\n| speedup |\n| --- |\n| 9x |\n<!-- summary:end -->")
         == []
     )
     assert check("<!-- mine:begin -->\n9x faster\n<!-- mine:end -->") == [(2, "asserted", "it names no claim")]

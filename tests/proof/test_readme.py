@@ -31,6 +31,7 @@ from flashmoe_science.proof.report.readme import (
     render_readme,
     rule_section,
     slower_section,
+    summary_section,
 )
 
 from .builders import H200, L4, build_record
@@ -124,6 +125,33 @@ def test_a_claim_for_several_gpus_has_one_row_and_a_table_for_each():
     assert ["H200" in line for line in headings].count(True) == ["L4" in line for line in headings].count(True) == 1
 
 
+def test_the_row_of_a_run_has_the_claim_with_the_most_baselines_and_cases_and_counts_all():
+    record = build_record(speedups=[2.3, *[3.0] * 6], baselines={"sdpa": 1.0, "sdpa-cudnn": 0.7})
+    both = {"baseline": ["sdpa", "sdpa-cudnn"], "factor": 1.2}
+    few = {**both, "id": "few", "cases": ["case2"]}
+    lines = section(record, {}, few, {**both, "id": "both"}, {"id": "high", "factor": 9.0}, render=summary_section)
+    (line,) = lines.splitlines()[2:]
+    assert line == (
+        "| seed | flash_attention | sdpa, sdpa-cudnn | graph | 7 | 0, 0, 7 | 1.61x [1.60, 1.62] | 2.02x [1.82, 2.13] "
+        f"| 3 demonstrated, 1 refuted | [20260101T000000Z](evidence/{record.id}.json) |"
+    )
+
+
+def test_a_speed_of_light_has_a_row_of_its_own():
+    """It does other work: the row of the baselines must not show its figures."""
+    record = build_record(speedups=[2.3, 3.0], baselines={"sdpa": 1.0, "copy": 0.5})
+    cases = [
+        case.model_copy(update={"arms": [
+            arm.model_copy(update={"accuracy": None}) if arm.name == "copy" else arm for arm in case.arms
+        ]}) for case in record.cases
+    ]  # fmt: skip
+    record = record.model_copy(update={"cases": cases})
+    lines = section(
+        record, {}, {"id": "copied", "baseline": "copy", "factor": 1.1}, render=summary_section
+    ).splitlines()[2:]
+    assert [line.split(" | ")[2] for line in lines] == ["sdpa", "copy"]
+
+
 def test_a_case_that_is_slower_than_one_baseline_is_counted_whatever_claims_are_about():
     record = build_record(speedups=[0.9, 1.0, 3.0], baselines={"sdpa": 1.0, "fa3": 0.7})
     text = section(record, {"cases": ["case2"], "metric": "kernel"}, render=slower_section)
@@ -159,7 +187,8 @@ def test_each_interval_of_a_page_is_that_of_one_baseline():
     known |= {format_ratio(row.ratio) for kind in KINDS for row in arm_rows(record, kind)}
     both = [judged(record, id=f"c{n}", baseline=names, factor=f) for n, f in enumerate((0.5, 1.0, 2.0, 2.5, 3.5))]
     sections = [
-        render(both, {f"evidence/{record.id}.json": record}) for render in (claim_section, case_section, slower_section)
+        render(both, {f"evidence/{record.id}.json": record})
+        for render in (claim_section, case_section, summary_section, slower_section)
     ]
     page = build_page([Judged(record, both)])
     for text in [*sections, render_html(page), render_markdown(page)]:
@@ -253,7 +282,7 @@ def test_the_default_pages_are_the_readme_and_what_has_marks_in_docs(repository)
             r"md:2: expected the line <!-- cases:end --> too",
         ),
         ([CASES[0], VERDICTS[1]], r"md:2: expected the line <!-- cases:end -->, got <!-- verdicts:end -->"),
-        (["# Title"], r"md: expected marks such as <!-- verdicts:begin -->, got none"),
+        (["# Title"], r"md: expected marks such as <!-- summary:begin -->, got none"),
     ],
 )
 def test_marks_that_are_not_in_pairs_are_refused_with_their_line(repository, lines, message):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import shutil
 import subprocess
 
@@ -9,8 +11,8 @@ import pytest
 
 from flashmoe_science.errors import EvidenceError
 from flashmoe_science.proof.judge.consistency import Consistency
-from flashmoe_science.proof.records.documents import read_text, record_path, write_record
-from flashmoe_science.proof.records.signing import SignatureError, sign, signature_file, signer_of
+from flashmoe_science.proof.records.documents import record_path, write_record
+from flashmoe_science.proof.records.signing import SignatureError, envelope_of, sign, signer_of
 
 from .builders import build_record
 
@@ -37,7 +39,7 @@ def signed(tmp_path, keys):
     write_record(record, path)
     public = keys[0].with_suffix(".pub").read_text()
     (tmp_path / "evidence" / "allowed_signers").write_text(f'me@example.org namespaces="flashmoe" {public}')
-    assert sign(path, keys[0]) == tmp_path / "evidence" / f"{record.id}.sig"
+    assert sign(path, keys[0]) == tmp_path / "evidence" / f"{record.id}.dsse"
     return tmp_path, path, record
 
 
@@ -51,6 +53,8 @@ def signature_of(repository, path, record):
 def test_who_signed_is_said(signed):
     repository, path, record = signed
     assert signature_of(repository, path, record) == ("passed", "signed by me@example.org")
+    statement = json.loads(base64.b64decode(json.loads(envelope_of(path).read_text())["payload"]))
+    assert statement["subject"][0]["name"] == f"{record.id}.json"
     plain = path.with_suffix("")  # without compression it is the same record
     write_record(record, plain)
     assert signer_of(plain, repository / "evidence" / "allowed_signers") == "me@example.org"
@@ -60,7 +64,7 @@ def test_a_record_that_changed_is_found(signed):
     repository, path, record = signed
     write_record(record.model_copy(update={"command": "flashmoe prove another"}), path)
     result, detail = signature_of(repository, path, record)
-    assert (result, detail.partition(":")[0]) == ("contradiction", f"{path.name} is not what me@example.org signed")
+    assert (result, detail) == ("contradiction", f"{path.name} has changed since me@example.org signed it")
 
 
 def test_a_key_that_may_not_sign_is_found(signed, keys):
@@ -71,26 +75,19 @@ def test_a_key_that_may_not_sign_is_found(signed, keys):
     assert "is not signed by anybody in allowed_signers" in detail
 
 
-def test_a_signature_of_another_record_is_found(signed):
-    repository, path, _ = signed
-    other = build_record(day=1)
-    write_record(other, record_path(path.parent, other.id))
-    signature_file(record_path(path.parent, other.id)).write_bytes(signature_file(path).read_bytes())
-    assert signature_of(repository, record_path(path.parent, other.id), other)[0] == "contradiction"
-
-
-def test_a_signature_for_something_else_is_found(signed, keys):
+def test_a_signature_of_another_statement_is_found(signed):
     repository, path, record = signed
-    argv = ["ssh-keygen", "-q", "-Y", "sign", "-f", str(keys[0]), "-n", "file"]
-    made = subprocess.run(argv, input=read_text(path).encode(), check=True, capture_output=True)
-    signature_file(path).write_bytes(made.stdout)
+    envelope = json.loads(envelope_of(path).read_text())
+    write_record(record.model_copy(update={"command": "flashmoe prove another"}), path)
+    sign_again = {"payload": base64.b64encode(b'{"subject": []}').decode()}
+    envelope_of(path).write_text(json.dumps(envelope | sign_again))
     assert signature_of(repository, path, record)[0] == "contradiction"
 
 
-@pytest.mark.parametrize("text", ["", "{}", "-----BEGIN SSH SIGNATURE-----\nAAAA\n-----END SSH SIGNATURE-----\n"])
-def test_what_is_no_signature_is_found(signed, text):
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"payloadType": "x", "payload": "", "signatures": [{"sig": ""}]}'])
+def test_what_is_no_envelope_is_found(signed, text):
     repository, path, record = signed
-    signature_file(path).write_text(text)
+    envelope_of(path).write_text(text)
     assert signature_of(repository, path, record)[0] == "contradiction"
     with pytest.raises(SignatureError):
         signer_of(path, repository / "evidence" / "allowed_signers")
@@ -101,7 +98,7 @@ def test_without_a_signature_or_a_list_of_signers_nothing_is_said(signed):
     (repository / "evidence" / "allowed_signers").unlink()
     said = "nobody said who may sign: there is no evidence/allowed_signers"
     assert signature_of(repository, path, record) == ("not checked", said)
-    signature_file(path).unlink()
+    envelope_of(path).unlink()
     assert signature_of(repository, path, record) == ("not checked", "it is not signed")
 
 

@@ -149,7 +149,7 @@ def sign(
     ),
     as_json: Json = False,
 ) -> None:
-    """Sign records with ssh-keygen, each into a file <id>.sig beside it.
+    """Sign records, each in a file <id>.dsse beside it: an in-toto statement of its hash, by ssh-keygen.
 
     `flashmoe verify` says who signed, by the file evidence/allowed_signers (see man ssh-keygen). A record that
     changes after it was signed shows nothing.

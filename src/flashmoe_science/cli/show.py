@@ -381,6 +381,7 @@ def readme(
 
     \b
     Each mark is a line of its own:
+      <!-- summary:begin -->   <!-- summary:end -->    a row for every run and kind of time that claims are about
       <!-- slower:begin -->    <!-- slower:end -->     a row for every suite in which a baseline is faster somewhere
       <!-- verdicts:begin -->  <!-- verdicts:end -->   a row for every claim
       <!-- cases:begin -->     <!-- cases:end -->      a row for every case, below a heading for each run and baseline

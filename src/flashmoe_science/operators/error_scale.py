@@ -111,7 +111,7 @@ class Estimate:
 
 
 def coarse_products(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a GPU multiply fp32 by TF32 within ``function``: a scale then errs by a thousandth, and takes a fifth."""
+    """Let a GPU multiply fp32 by TF32 within ``function``, as a scale may err by a thousandth."""
 
     @functools.wraps(function)
     def coarse(*arguments: Any, **options: Any) -> Any:

@@ -80,3 +80,21 @@ def counted(count: int, noun: str) -> str:
 def as_sentence(text: str) -> str:
     """Return a text that begins with a capital letter and ends with a full stop."""
     return f"{text[:1].upper()}{text[1:].rstrip('.')}." if text else ""
+
+
+def short_name(name: str) -> str:
+    """Return a kernel's name without return type and parameters: ``story::attend_kernel<__half>``."""
+    depth = 0
+    for at in range(len(name) - 1, -1, -1):
+        depth += {")": 1, "(": -1}.get(name[at], 0)
+        if depth == 0 and name[at] == "(":
+            name = name[:at]
+            break
+        if depth == 0:
+            break
+    return name.removeprefix("void ")
+
+
+def cut_name(name: str, most: int = 120) -> str:
+    """Return a kernel's name without the end of its template arguments, where they are long."""
+    return name if len(name) <= most else f"{name[: most - 3]}..."

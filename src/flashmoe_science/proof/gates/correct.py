@@ -6,18 +6,36 @@ import random
 import re
 import tempfile
 from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..records.evidence import Accuracy
-from ..text import counted
+from ..text import counted, few
 from .run import NO_GPU, Outcome, Run, failed, not_possible, passed
+
+_MOST_CRASHES = 3  # then the cases left are not checked: each crash costs a process of its own
+
+
+@dataclass
+class _Checks:
+    """What the processes of this gate found."""
+
+    results: list[dict[str, Any]] = field(default_factory=list)
+    ended: dict[str, str] = field(default_factory=dict)  # case that ended its process -> how
+    ending: str = ""  # how a process ended before it had begun a case
+    hung: bool = False
+    hint: str = ""
+    tail: list[str] = field(default_factory=list)  # last words of the first process that ended early
+    left: list[str] = field(default_factory=list)  # cases that nobody checked
+    under_way: str = ""  # the case that the process has begun
 
 
 def check_results(run: Run) -> Outcome:
     """Gate correct: fresh random inputs, poisoned memory, no NaN, error within the budget, inputs left alone.
 
-    A case that raises is wrong, and the others are checked all the same. One that ends its process ends the gate.
+    A case that ends its process is wrong, and those after it are checked in a fresh one. A case that hangs ends the
+    gate: so may all that follow, and each would take as long.
     """
     device = run.device
     if run.not_built:
@@ -31,46 +49,25 @@ def check_results(run: Run) -> Outcome:
     assert run.settings.seed is not None
     # Other inputs than those of gate bench, and the same ones for the same --seed.
     seed = random.Random(f"{run.settings.seed}/correct").getrandbits(31)
-    results: list[dict[str, Any]] = []
-
-    def on_case(case: dict[str, Any]) -> None:
-        results.append(case)
-        _record(run, case)
-        run.save()
-
-    limit = _limit_of(device)
     with tempfile.TemporaryDirectory() as answers:
-        payload = run.payload(device=device, seed=seed, answers=answers)
-        timeout_s = getattr(run.subject.limits, limit)
-        result, under_way = run.run_cases("tasks:check_correct", payload, on_case, timeout_s=timeout_s)
-        outcome, notes = _recheck(run, device, seed, answers, results) if result.ok else (None, [])
-    wrong = [case for case in results if case["status"] == "failed"]
-    details = [f"{case['name']}: {case['reason']}" for case in results if case["reason"]]
-    if not result.ok:
-        hint, tail = run.explain_crash(result, limit)
-        if under_way:
-            _mark_wrong(run, under_way, run.hide_paths(result.reason))
-        left = len(run.todo) - len(results) - bool(under_way)
-        said = [f"{len(wrong)} wrong" if wrong else "", f"{len(results) - len(wrong)} right"]
-        said.append(f"{left} not checked" if left else "")
-        summary = f"{run.how_it_ended(result, under_way)}; {', '.join(filter(None, said))}"
-        return failed(summary, hint=hint, details=[*details, *tail])
+        checks = _check_all(run, device, seed, answers)
+        outcome, notes = _recheck(run, device, seed, answers, checks)
+    wrong = [case for case in checks.results if case["status"] == "failed" and case["name"] not in checks.ended]
+    details = [f"{case['name']}: {case['reason']}" for case in checks.results if case["reason"]]
+    if checks.ended or checks.ending:
+        details += [f"{name}: {ending}" for name, ending in checks.ended.items()]
+        summary = _say_ended(run, checks, wrong)
+        return failed(summary, hint=checks.hint, details=[*details, *checks.tail])
     if wrong:
-        of = counted(len(results), "case")
+        of = counted(len(checks.results), "case")
         summary = f"wrong in {len(wrong)} of {of}; {wrong[0]['name']}: {wrong[0]['reason']}"
         hint = _mend(wrong[0]["reason"])
-        seeded = f"the seed of the inputs was {run.settings.seed}"  # as --seed takes it
-        return failed(summary, hint=hint, details=[*details, seeded])
-    return outcome or _sum_up(run, [*_kept_results(run), *results], [*details, *notes], device)
+        said = f"the seed of the inputs was {run.settings.seed}"  # as --seed takes it
+        return failed(summary, hint=hint, details=[*details, said])
+    return outcome or _sum_up(run, [*_kept_results(run), *checks.results], [*details, *notes], device)
 
 
-def _limit_of(device: str) -> str:
-    return "correct_s" if device == "cuda" else "correct_cpu_s"
-
-
-def _recheck(
-    run: Run, device: str, seed: int, folder: str, results: list[dict[str, Any]]
-) -> tuple[Outcome | None, list[str]]:
+def _recheck(run: Run, device: str, seed: int, folder: str, checks: _Checks) -> tuple[Outcome | None, list[str]]:
     """Let a process without the subject look at the first answer to each case again (``measure.recheck``).
 
     Returns:
@@ -79,13 +76,13 @@ def _recheck(
     answers = [
         {**run.case_table(case["name"]), "file": str(Path(folder, f"{case['name']}.{rank}")), "made": {"seed": seed}}
         | ({"rank": rank, "layout": case["layout"]} if "layout" in case else {})
-        for case in results
+        for case in checks.results
         if case["status"] == "passed"
         for rank in range(run.ranks)
     ]
     if not answers:
         return None, []
-    limit = _limit_of(device)
+    limit = "correct_s" if device == "cuda" else "correct_cpu_s"
     payload = run.payload(device=device, answers=answers)
     result = run.run_task("recheck:check_answers", payload, timeout_s=getattr(run.subject.limits, limit))
     if not result.ok or result.data is None:
@@ -120,6 +117,76 @@ def _mend(reason: str) -> str:
     # A record names no folder of this machine.
     told = 'the page "How large an error may be" of the documentation says what to look for'
     return told if "allowed" in reason or "NaN in" in reason else ""
+
+
+def _check_all(run: Run, device: str, seed: int, answers: str) -> _Checks:
+    """Check the cases, in a fresh process after each one that ends its own."""
+    checks = _Checks(left=list(run.todo))
+    limit = "correct_s" if device == "cuda" else "correct_cpu_s"
+
+    def on_event(event: dict[str, Any]) -> None:
+        if event["event"] == "start":
+            checks.under_way = event["name"]
+        else:
+            checks.results.append(event["case"])
+            _record(run, event["case"])
+            run.save()
+        run.progress.advance(len(checks.results), len(run.todo), checks.under_way)
+
+    timeout_s = getattr(run.subject.limits, limit)
+    while checks.left:
+        checks.under_way = ""
+        tables = [run.case_table(name) for name in checks.left]
+        payload = run.payload(device=device, seed=seed, cases=tables, answers=answers)
+        result = run.run_task("tasks:check_correct", payload, timeout_s=timeout_s, on_event=on_event)
+        checked = {case["name"] for case in checks.results}
+        checks.left = [name for name in checks.left if name not in checked]
+        if result.ok:
+            break
+        if not checks.tail:
+            checks.hint, checks.tail = run.explain_crash(result, limit)
+        checks.hung = result.timed_out
+        _note_end(run, checks, run.hide_paths(result.reason))
+        if checks.ending or checks.hung or len(checks.ended) == _MOST_CRASHES:
+            break
+    return checks
+
+
+def _note_end(run: Run, checks: _Checks, ending: str) -> None:
+    """Take note that a process ended early, and of the case that was under way, which is wrong."""
+    name = checks.under_way
+    if not name:
+        checks.ending = ending
+        return
+    checks.ended[name] = ending
+    if name in checks.left:  # else its answer had come
+        checks.left.remove(name)
+        _mark_wrong(run, name, ending)
+
+
+def _say_ended(run: Run, checks: _Checks, wrong: list[dict[str, Any]]) -> str:
+    """Return the cases that ended their processes, how they did, and the results of the others."""
+    if not checks.ended:
+        return checks.ending
+    names = list(checks.ended)
+    first = checks.ended[names[0]]
+    hung = names.pop() if checks.hung else ""  # the last: a hang ends the gate
+    of = counted(len(run.todo), "case")
+    if len(run.todo) == 1:
+        return f"case {hung or names[0]}: {first}"
+    parts = []
+    if names:
+        parts.append(f"{len(names)} of {of} ended the process, {few(names)}: {first}")
+    if hung:
+        which = f"{hung} hung" if names else f"1 of {of} hung, {hung}"
+        parts.append(f"{which}: {checks.ended[hung]}")
+    if wrong:
+        parts.append(f"{len(wrong)} wrong, {wrong[0]['name']}: {wrong[0]['reason']}")
+    if checks.ending:
+        parts.append(f"a fresh process: {checks.ending}")
+    right = sum(case["status"] == "passed" for case in checks.results)
+    parts.append(f"{right} right" + (f", {len(checks.left)} not checked" if checks.left else ""))
+    return "; ".join(parts)
 
 
 def _kept_results(run: Run) -> list[dict[str, Any]]:

@@ -11,11 +11,8 @@ from ..records.evidence import Launch
 from ..subject.operator import framework_kernels
 from ..subject.subject import KernelPromise, Subject
 from ..subject.user_operator import raise_blamed
-from ..text import counted, few
-from .library import short_name
+from ..text import counted, cut_name, few, short_name
 from .run import Outcome, Run, failed, first_of, no_timing, passed
-
-_LONGEST_NAME = 60  # letters of a kernel's name in a summary
 
 _SHOWN_PROBLEMS = 20
 
@@ -145,14 +142,9 @@ def _notes(cases: Sequence[dict[str, Any]]) -> list[str]:
     return [f"{line} ({count} of {counted(len(cases), 'case')})" for line, count in notes.items()]
 
 
-def _cut(name: str) -> str:
-    """Return a name without the end of long template arguments: the record has the whole one."""
-    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 3]}..."
-
-
 def _sum_up(cases: Sequence[dict[str, Any]]) -> str:
     arms = [arm for case in cases for arm in case["arms"] if arm["role"] == "subject"]
-    names = dict.fromkeys(_cut(short_name(launch["name"])) for arm in arms for launch in arm["launches"])
+    names = dict.fromkeys(cut_name(short_name(launch["name"]), 60) for arm in arms for launch in arm["launches"])
     shown = few(list(names))
     if all(arm.get("promises") for arm in arms):
         return f"the kernels that ran are those promised: {shown}"

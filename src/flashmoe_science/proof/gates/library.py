@@ -13,7 +13,7 @@ from ...gpu.specs import SPECS, GpuSpec, find_gpu
 from ..subject.build_command import ARCH_LIST, known_gpus, run_build
 from ..subject.failure_hints import explain_build
 from ..subject.subject import KernelPromise, expand_paths
-from ..text import counted
+from ..text import counted, short_name
 from .run import Outcome, Run, failed, first_of, not_possible
 
 _MOST_THREADS = 1024  # of a block, on every architecture
@@ -192,19 +192,6 @@ def _mend(problem: str, wanted: Sequence[GpuSpec]) -> str:
     if "registers" in problem:
         return "__launch_bounds__(threads) makes the compiler keep within what a block has"
     return "shared_memory_bytes counts static and dynamic shared memory together"
-
-
-def short_name(name: str) -> str:
-    """Return a kernel's name without return type and parameters: ``story::attend_kernel<__half>``."""
-    depth = 0
-    for at in range(len(name) - 1, -1, -1):
-        depth += {")": 1, "(": -1}.get(name[at], 0)
-        if depth == 0 and name[at] == "(":
-            name = name[:at]
-            break
-        if depth == 0:
-            break
-    return name.removeprefix("void ")
 
 
 def _by_target(library: Binary) -> Iterator[str]:

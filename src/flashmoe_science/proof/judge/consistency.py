@@ -25,7 +25,7 @@ from ..measure.schedule import KERNEL_CALLS, balanced_orders, known_set_counts, 
 from ..records.begun import BegunRun
 from ..records.evidence import CLOCK_SKEW, CaseRecord, GateStatus, Gpu, Record, Rounds, TimeKind
 from ..records.git import git, is_commit, read_objects
-from ..records.signing import SignatureError, signature_file, signer_of
+from ..records.signing import SignatureError, envelope_of, signer_of
 from ..subject.loading import load_operator
 from ..subject.operator import ranks_of
 from ..subject.registry import is_user_defined
@@ -120,7 +120,7 @@ class Consistency:
 
     def _check_signature(self, record: Record) -> Check:
         path = next((path for path, other in self._records.items() if other.id == record.id), None)
-        if self._repository is None or path is None or not signature_file(self._repository / path).is_file():
+        if self._repository is None or path is None or not envelope_of(self._repository / path).is_file():
             return Check(SIGNATURE, "not checked", "it is not signed")
         signers = self._repository / SIGNERS
         if not signers.is_file():

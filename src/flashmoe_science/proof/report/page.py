@@ -30,9 +30,9 @@ from ..judge.rows import (
 )
 from ..judge.run_verdicts import EXPECTATION, last_word
 from ..records.evidence import Record, Rounds, TimeKind
-from ..text import as_sentence, counted
+from ..text import as_sentence, counted, cut_name
 from .bars import draw_bar, draw_ruler, find_ruler
-from .terminal import conditions, count_line, figure, shortened_kernel, what_is_in_cache
+from .terminal import conditions, count_line, figure, what_is_in_cache
 
 _SENSORS = {"sm_clock_mhz": "SM clock, MHz", "power_w": "power, W", "temperature_c": "temperature, °C"}
 _IN_ALL = {0: "demonstrated", 1: "refuted"}  # exit code -> how several verdicts look together
@@ -320,7 +320,7 @@ def _launches(record: Record) -> list[Table]:
         named = ", ".join(of_case) if len(of_case) <= _FEW else counted(len(of_case), "case")
         where = "every case" if len(of_case) == len(record.cases) else named
         grid = grids[0] if len(grids) == 1 else f"{len(grids)} grids"
-        rows.append((arm_name, shortened_kernel(kernel), where, count, grid, *rest))
+        rows.append((arm_name, cut_name(kernel), where, count, grid, *rest))
     columns = ("arm", "kernel", "in", "launches", "grid", "block", "registers", "shared memory")
     return [Table("registers are of a thread, shared memory of a block", columns, rows, words=3)] if rows else []
 

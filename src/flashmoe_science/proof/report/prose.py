@@ -28,7 +28,9 @@ from ..judge.claims import Claim
 from ..records.files import read_page
 
 Status = Literal["backed", "waived", "asserted"]
-SectionKind = Literal["slower", "verdicts", "cases", "rules"]  # what `flashmoe readme` renders between two marks
+SectionKind = Literal[
+    "summary", "slower", "verdicts", "cases", "rules"
+]  # what `flashmoe readme` renders between two marks
 
 _NUMBER = r"(?<![\w.,])\d[\d,]*(?:\.\d+)?"
 _COUNT = rf"(?:{_NUMBER}|\b(?:two|three|four|five|six|seven|eight|nine|ten|twelve|twenty|fifty|hundred))"

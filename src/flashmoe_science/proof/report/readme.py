@@ -2,6 +2,8 @@
 
 A page names with two marks, each a line of its own, where a section goes::
 
+    <!-- summary:begin -->    a row for every run and kind of time that claims are about
+    <!-- summary:end -->
     <!-- slower:begin -->     a row for every suite in which a baseline is faster somewhere
     <!-- slower:end -->
     <!-- verdicts:begin -->   a row for every claim
@@ -15,6 +17,7 @@ A page names with two marks, each a line of its own, where a section goes::
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections import Counter
@@ -28,7 +31,7 @@ from markdown_it import MarkdownIt
 
 from ...errors import ProofError
 from ..judge.claims import Metric
-from ..judge.judge import Verdict, deciding_baseline
+from ..judge.judge import Verdict, VerdictStatus, deciding_baseline
 from ..judge.rows import METRICS, arm_rows, format_bytes, format_ratio, format_seconds, lowest_case
 from ..judge.statistics import Interval
 from ..judge.verify import read_records, verify_claims
@@ -41,8 +44,8 @@ from .prose import SectionKind, markdown_in
 BEGIN, END = "<!-- verdicts:begin -->", "<!-- verdicts:end -->"
 
 _HINT = (
-    "a rendered table goes between two marks: of slower cases (slower), of claims (verdicts), of cases (cases), or of "
-    "rules (rules)"
+    "a rendered table goes between two marks: of runs (summary), of slower cases (slower), of claims (verdicts), "
+    "of cases (cases), or of rules (rules)"
 )
 # The interval of a mean also counts the choice of cases, so it says nothing about fewer cases than these.
 _FEWEST_OF_MEAN = 6
@@ -123,7 +126,7 @@ def find_sections(path: Path, text: str) -> list[Section]:
     if opened is not None:
         raise ProofError(f"{path}:{opened[0]}: expected the line <!-- {opened[1]}:end --> too", hint=_HINT)
     if not found:
-        raise ProofError(f"{path}: expected marks such as <!-- verdicts:begin -->, got none", hint=_HINT)
+        raise ProofError(f"{path}: expected marks such as <!-- summary:begin -->, got none", hint=_HINT)
     return found
 
 
@@ -218,10 +221,62 @@ def slower_section(verdicts: Sequence[Verdict], records: Mapping[str, Record], _
     return "\n".join(lines) + "\n" if len(lines) > 2 else "No case is slower than a baseline.\n"
 
 
+def summary_section(verdicts: Sequence[Verdict], records: Mapping[str, Record], up: str | None = "") -> str:
+    """Return a table with a row for every run and kind of time that claims are about.
+
+    Speed-of-light baselines, such as a copy, have rows of their own. A row has the figures of the claim with the most
+    baselines and cases; ties go to the lowest mean. It counts the verdicts on all claims about that run. Claims without
+    a measurement are named below the table. The arguments are those of ``claim_section``.
+    """
+    if not verdicts:
+        return _NO_CLAIMS
+    figures = ("metric", "cases", "slower, open, faster", "lowest", "geometric mean")
+    header = ("suite", "what", "beside", *figures, "claims", "run")
+    lines = [row(*header), row(*["---"] * len(header))]
+    for group in _groups(verdicts, records, lambda verdict: _speed_of_light(verdict, records)):
+        for metric, about in group.verdicts.items():
+            lines.append(_summary_row(group, metric, max(about, key=_width), about, up))
+    lacking = [f"`{verdict.claim.id}`" for verdict in verdicts if not any(map(_measured_cases, _parts(verdict)))]
+    if lacking:
+        lines += ["", f"Nothing was measured of {', '.join(lacking)}."]
+    return "\n".join(lines) + "\n"
+
+
+def _summary_row(group: _Group, metric: Metric, widest: Verdict, about: Sequence[Verdict], up: str | None) -> str:
+    intervals = [case.interval for case in widest.cases if case.interval]
+    measured, held = len(intervals), len(group.record.cases)
+    slower, faster = sum(one.high < 1 for one in intervals), sum(one.low >= 1 for one in intervals)
+    counts = Counter(verdict.status for verdict in about)
+    return row(
+        foreign(group.record.suite, "markdown"),
+        foreign(group.record.subject.name, "markdown"),
+        foreign(", ".join(widest.claim.baseline), "markdown"),
+        metric,
+        str(held) if measured == held else f"{measured} of {held}",
+        "; ".join(filter(None, [f"{slower}, {measured - slower - faster}, {faster}", widest.others])),
+        format_ratio(min(intervals, key=lambda one: one.estimate)),
+        _mean(widest),
+        ", ".join(f"{counts[status]} {status.value}" for status in VerdictStatus if counts[status]),
+        _run_link(group.record.id, group.path, up),
+    )
+
+
 def _mean(verdict: Verdict) -> str:
     """Return the mean as text, or nothing where it is of few cases and no claim is about it."""
     is_claimed = verdict.claim.scope == "geometric mean"
     return format_ratio(verdict.geometric_mean) if is_claimed or _measured_cases(verdict) >= _FEWEST_OF_MEAN else ""
+
+
+def _speed_of_light(verdict: Verdict, records: Mapping[str, Record]) -> tuple[str, ...]:
+    """Return the baselines of a claim that do other work, such as a copy: their outputs are not checked."""
+    arms = [arm for case in records[verdict.evidence or ""].cases for arm in case.arms if arm.status == "measured"]
+    others = {arm.name for arm in arms} - {arm.name for arm in arms if arm.accuracy is not None}
+    return tuple(name for name in verdict.claim.baseline if name in others)
+
+
+def _width(verdict: Verdict) -> tuple[int, int, float]:
+    mean = verdict.geometric_mean.estimate if verdict.geometric_mean else math.inf
+    return len(verdict.claim.baseline), _measured_cases(verdict), -mean
 
 
 def _measured_cases(verdict: Verdict) -> int:
@@ -264,12 +319,16 @@ def _parts(verdict: Verdict) -> Sequence[Verdict]:
     return verdict.by_gpu or [verdict]
 
 
-def _groups(verdicts: Sequence[Verdict], records: Mapping[str, Record]) -> list[_Group]:
-    """Return verdicts by the record behind them and their baselines."""
+def _groups(
+    verdicts: Sequence[Verdict],
+    records: Mapping[str, Record],
+    key_of: Callable[[Verdict], tuple[str, ...]] = lambda verdict: verdict.claim.baseline,
+) -> list[_Group]:
+    """Return verdicts by the record behind them and a second key: by default their baselines."""
     groups: dict[tuple[str, tuple[str, ...]], dict[Metric, list[Verdict]]] = {}
     for verdict in (part for whole in verdicts for part in _parts(whole)):
         if verdict.evidence and _measured_cases(verdict):
-            by_kind = groups.setdefault((verdict.evidence, verdict.claim.baseline), {})
+            by_kind = groups.setdefault((verdict.evidence, key_of(verdict)), {})
             by_kind.setdefault(verdict.claim.metric, []).append(verdict)
     return [
         _Group(path, records[path], baseline, {kind: by_kind[kind] for kind in METRICS if kind in by_kind})
@@ -376,6 +435,7 @@ def row(*cells: str) -> str:
 
 
 _SECTIONS: dict[SectionKind, Callable[[Sequence[Verdict], Mapping[str, Record], str | None], str]] = {
+    "summary": summary_section,
     "slower": slower_section,
     "verdicts": claim_section,
     "cases": case_section,

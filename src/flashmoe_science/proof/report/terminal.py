@@ -39,7 +39,7 @@ from ..judge.rows import (
 from ..judge.run_verdicts import EXPECTATION, last_word
 from ..records.evidence import Arm, CaseRecord, Gate, GateStatus, Record, Rounds, TimeKind
 from ..records.store import RunSummary
-from ..text import counted
+from ..text import counted, cut_name
 
 if TYPE_CHECKING:
     from ..judge.consistency import Check as ConsistencyCheck
@@ -68,7 +68,6 @@ _EFFECT_STYLE = {
 _DETAILS_OF_A_FAILURE = 8
 _LISTED = 3  # cases of a comparison by name; more are counted
 _UNDER_STATUS = 9  # columns
-_LONGEST_KERNEL = 120  # letters of a name with its template arguments; the record has all of it
 
 
 def new_grid(*widths: int, right: Iterable[int] = ()) -> Table:
@@ -278,16 +277,11 @@ def launch_table(record: Record) -> RenderableType:
                 shown = f"  {arm.name}, rank {rank}" if arm.rank_launches else f"  {arm.name}"
                 for number, launch in enumerate(launches):
                     times = f"{launch.count} x " if launch.count != 1 else ""
-                    name = f"{times}{shortened_kernel(launch.name)}"
+                    name = f"{times}{cut_name(launch.name)}"
                     grid, block = (",".join(map(str, size)) for size in (launch.grid, launch.block))
                     memory = format_bytes(launch.shared_memory_bytes)
                     table.add_row("" if number else shown, name, grid, block, str(launch.registers), memory)
     return table
-
-
-def shortened_kernel(name: str) -> str:
-    """Return a kernel's name without the end of its template arguments, where they are long."""
-    return name if len(name) <= _LONGEST_KERNEL else f"{name[: _LONGEST_KERNEL - 3]}..."
 
 
 def figure(verdict: Verdict) -> str:
