@@ -40,7 +40,7 @@ class ExpertParallel:
     """
 
     def __init__(
-        self, mesh: DeviceMesh, *, strategy: str = "auto", capacity: float = 1.0, transport: str = "collectives"
+        self, mesh: DeviceMesh, *, strategy: str = "auto", capacity: float = 1.0, transport: str = "auto"
     ) -> None:
         """Choose the strategy.
 
@@ -52,7 +52,7 @@ class ExpertParallel:
                 there is room for any routing.
             transport: by ``"gather"``, ``"collectives"`` of the group's backend (NCCL, gloo); ``"symmetric"``: ranks
                 read one another's memory, between GPUs of one host; or ``"auto"``: ``"symmetric"`` where it can be
-                had. It changes no bit. The default is what was timed.
+                had. It changes no bit.
 
         Raises:
             InputError: the mesh has several dimensions, a name is unknown, or the capacity is not above 0 and at
