@@ -54,6 +54,27 @@ def test_graph_call_count(seconds, sets, calls):
     assert schedule.graph_call_count(seconds, sets, graph_seconds=4e-4, graph_calls=100) == calls
 
 
+@pytest.mark.parametrize(("bytes_per_set", "sets"), [(4 << 30, 8), (5 << 30, 7), (30 << 30, 2), (1024, 8)])
+def test_calls_over_ranks_have_eight_sets_where_a_quarter_of_the_memory_holds_them(bytes_per_set, sets):
+    least = schedule.sets_over_ranks(bytes_per_set, 141 << 30)
+    assert least == sets
+    count = schedule.input_set_count(bytes_per_set, 60 * MIB, 0.0, at_least=least)
+    assert count == max(sets, schedule.input_set_count(bytes_per_set, 60 * MIB, 0.0))
+    assert count in schedule.known_set_counts(bytes_per_set, 60 * MIB, method=3, over_ranks=True)
+
+
+@pytest.mark.parametrize("known", [{"method": 2, "over_ranks": True}, {"method": 3}])
+def test_more_sets_than_the_cache_asks_for_are_known_over_ranks_alone_and_from_method_3_on(known):
+    assert 8 not in schedule.known_set_counts(4 << 30, 60 * MIB, **known)
+    assert 2 in schedule.known_set_counts(4 << 30, 60 * MIB, **known)
+
+
+def test_blocks_over_ranks_are_longer():
+    longest = schedule.LONGEST_BLOCK_OVER_RANKS_S
+    assert schedule.block_call_count(0.012, 8, at_least=3, longest_s=longest) == 8
+    assert schedule.block_call_count(0.012, 8, at_least=3) == 4
+
+
 def test_blocks_make_up_for_few_sets_unless_calls_are_slow():
     assert schedule.wall_block_count(64, 100, 1e-5, seconds_per_set=1e-5) == 2
     assert schedule.wall_block_count(2, 100, 1e-5, seconds_per_set=1e-5) == 50

@@ -373,7 +373,8 @@ def _inputs(record: Record) -> _Found:
     gpu = _gpu_of(record)
     for case in record.cases:
         if case.rounds and case.input_set_bytes:
-            needed = known_set_counts(case.input_set_bytes, gpu.l2_bytes, method=record.settings.method)
+            over_ranks, method = record.environment.ranks is not None, record.settings.method
+            needed = known_set_counts(case.input_set_bytes, gpu.l2_bytes, method=method, over_ranks=over_ranks)
             if case.input_sets not in needed:
                 sets = f"{case.input_sets} sets of {case.input_set_bytes} bytes"
                 yield f"case {case.name}: {sets}, and an L2 of {gpu.l2_bytes} bytes needs {needed[-1]}"

@@ -65,6 +65,7 @@ class Timer:
 
     name = "cpu"  # of the device, as torch has it
     l2_bytes = 0  # nothing is flushed, so few sets of inputs do
+    memory_bytes = 0  # of a CPU it is not asked
 
     def settle(self) -> None:
         """Keep the device busy until its clock stays where it is. Who else uses a CPU is not known."""
@@ -121,6 +122,7 @@ class CudaTimer(Timer):
         properties = _cuda.get_device_properties(_cuda.current_device())
         self._line_up_devices = line_up_devices
         self.l2_bytes = int(properties.L2_cache_size)
+        self.memory_bytes = int(properties.total_memory)
         self.sensors = nvml.open_sensors(str(properties.uuid) if hasattr(properties, "uuid") else None)
         self._flush = CacheFlush(self.l2_bytes)
         self._capture_stream = _cuda.Stream()

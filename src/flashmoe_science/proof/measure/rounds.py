@@ -16,7 +16,7 @@ from ..records import evidence
 from ..records.evidence import Rounds, Settings, TimeKind
 from ..spent import spending
 from ..subject.operator import Inputs, Operator
-from ..worker import agree, meet
+from ..worker import agree, meet, ranks_here
 from . import arms as arms_module, schedule
 from .allowed_error import Whole
 from .arms import Arm, Loaded
@@ -171,7 +171,9 @@ def _make_input_sets(case: Case, seeds: _Seeds, timer: Timer) -> tuple[list[dict
     values = FreshValues(case.operator, case.problem, [make(1)], timer.name)
     values.write([0])  # what is compiled or loaded for it is not counted
     seconds = max(meet(timer.wall_seconds([lambda: values.write([0])]), "writing took"))
-    count = schedule.input_set_count(_nbytes(first), timer.l2_bytes, seconds)
+    over_ranks = ranks_here() > 1
+    least = schedule.sets_over_ranks(_nbytes(first), timer.memory_bytes) if over_ranks else schedule.MIN_INPUT_SETS
+    count = schedule.input_set_count(_nbytes(first), timer.l2_bytes, seconds, at_least=least)
     input_sets = [first, *(make(index) for index in range(1, count))]
     require_random(case.operator, *input_sets[:2])
     return input_sets, seconds

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 
 from ..records.evidence import Settings, TimeKind
 from ..subject.outputs import Answer, Call
-from ..worker import agree, meet
+from ..worker import agree, meet, ranks_here
 from . import arms as arms_module, schedule
 from .arms import Arm
 from .fresh_values import FreshValues
@@ -41,7 +41,9 @@ class ClockSampler:
                 arm.lose(self._times, fault)
                 continue
             most = min(self._settings.wall_calls, len(arm.calls))
-            calls = schedule.block_call_count(eager, most, at_least=min(schedule.MIN_WALL_CALLS, most))
+            longest = schedule.LONGEST_BLOCK_OVER_RANKS_S if ranks_here() > 1 else schedule.LONGEST_SAMPLE_S
+            least = min(schedule.MIN_WALL_CALLS, most)
+            calls = schedule.block_call_count(eager, most, at_least=least, longest_s=longest)
             blocks = schedule.wall_block_count(
                 calls, self._settings.wall_calls, eager, seconds_per_set=self._writer.seconds_per_set
             )

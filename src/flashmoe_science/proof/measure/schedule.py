@@ -18,33 +18,48 @@ SETS_TO_CACHE = 20  # what all sets hold, in sizes of the L2 cache
 LONGEST_WRITE_S = 0.25  # new values for all sets
 LONGEST_TRUTH_S = 0.1  # an exact answer that takes longer is not worked out in each round
 LONGEST_SAMPLE_S = 0.05  # one block of wall calls, or one replay of a graph; a single call may last longer
+LONGEST_BLOCK_OVER_RANKS_S = 0.1  # of wall calls: ranks that have waited for one another start late
+MEMORY_OF_SETS = 0.25  # of the GPU, for more sets of calls over ranks than the cache asks for
 LONGEST_REPLAYS_S = 0.25  # all replays of one capture
 MIN_WALL_CALLS = 3
 KERNEL_CALLS = 5  # calls whose median is one sample of kernel time
 
 
-def input_set_count(bytes_per_set: int, l2_bytes: int, seconds_per_set: float) -> int:
+def input_set_count(
+    bytes_per_set: int, l2_bytes: int, seconds_per_set: float, *, at_least: int = MIN_INPUT_SETS
+) -> int:
     """Return how many sets of inputs there are, from 2 to 64: as many calls can follow one another on new values.
 
     They hold 20 times the L2 cache together. Reading that takes some 0.3 ms, so that a replay lasts long enough, and no
     set is still in the cache when its turn comes. Where it takes ``seconds_per_set`` to write a set, they are fewer.
+    ``at_least`` is what ``sets_over_ranks`` returned.
     """
     wanted = MAX_INPUT_SETS if bytes_per_set <= 0 else math.ceil(SETS_TO_CACHE * l2_bytes / bytes_per_set)
     affordable = max(FEW_INPUT_SETS, int(LONGEST_WRITE_S / max(seconds_per_set, 1e-9)))
-    return max(MIN_INPUT_SETS, min(MAX_INPUT_SETS, wanted, affordable))
+    return max(at_least, min(MAX_INPUT_SETS, wanted, affordable))
 
 
-def known_set_counts(bytes_per_set: int, l2_bytes: int, *, method: int) -> range:
+def sets_over_ranks(bytes_per_set: int, memory_bytes: int) -> int:
+    """Return how many sets there are at least for calls over ranks: 8 where a quarter of the memory holds them.
+
+    With two, a block had two wall calls, and mostly told how long a rank that has waited needs to start.
+    """
+    room = int(MEMORY_OF_SETS * memory_bytes / max(bytes_per_set, 1))
+    return max(MIN_INPUT_SETS, min(FEW_INPUT_SETS, room))
+
+
+def known_set_counts(bytes_per_set: int, l2_bytes: int, *, method: int, over_ranks: bool = False) -> range:
     """Return how many sets of inputs a record may have; how long it took to write one is not in it.
 
-    Method 1 had the fewest that hold twice the L2 cache.
+    Method 1 had the fewest that hold twice the L2 cache; before method 3, ranks had no more than others.
     """
     if method == 1:
         wanted = math.ceil(2 * l2_bytes / bytes_per_set) if bytes_per_set > 0 else MIN_INPUT_SETS
         most = max(MIN_INPUT_SETS, min(MAX_INPUT_SETS, wanted))
         return range(most, most + 1)
     most = input_set_count(bytes_per_set, l2_bytes, 0.0)
-    return range(min(FEW_INPUT_SETS, most), most + 1)
+    least = min(FEW_INPUT_SETS, most)
+    return range(least, (max(FEW_INPUT_SETS, most) if over_ranks and method > 2 else most) + 1)
 
 
 def graph_call_count(
@@ -66,9 +81,9 @@ def replay_count(seconds_per_replay: float, graph_replays: int) -> int:
     return max(1, min(graph_replays, int(LONGEST_REPLAYS_S / max(seconds_per_replay, 1e-9))))
 
 
-def block_call_count(seconds_per_call: float, calls: int, *, at_least: int) -> int:
+def block_call_count(seconds_per_call: float, calls: int, *, at_least: int, longest_s: float = LONGEST_SAMPLE_S) -> int:
     """Return how many eager calls make one block: ``calls``, fewer when they are slow, and not below ``at_least``."""
-    return max(at_least, min(calls, int(LONGEST_SAMPLE_S / max(seconds_per_call, 1e-9))))
+    return max(at_least, min(calls, int(longest_s / max(seconds_per_call, 1e-9))))
 
 
 def wall_block_count(calls: int, wall_calls: int, seconds_per_call: float, *, seconds_per_set: float) -> int:
