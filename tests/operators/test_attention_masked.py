@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import create_mask
 
 from flashmoe_science import InputError
 from flashmoe_science.operators.attention_masked import OPERATOR, flash_attention_masked
-from flashmoe_science.operators.mask_kinds import KINDS
+from flashmoe_science.operators.mask_kinds import KINDS, count_visible, make_mask
 from flashmoe_science.proof.subject.suites import load_suite
 
 # Amount, queries and keys: with blocks that are full, partial and empty.
@@ -63,3 +63,11 @@ def test_masks_that_are_none_are_refused_by_name():
         OPERATOR.parse_case(case)
     with pytest.raises(InputError, match="a mask of blocks needs as many queries as keys, got 20 and 30"):
         OPERATOR.parse_case({**case, "mask": "blocks", "seqlen_k": 30})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("seqlen", "amount"), [(1, 1), (300, 3), (512, 700), (2176, 2)])
+def test_what_is_counted_is_what_a_mask_shows(kind, seqlen, amount):
+    seqlen_k = seqlen + 77 if kind == "tree" else seqlen
+    mask, _ = make_mask(kind, amount, seqlen, seqlen_k, "cpu")
+    assert count_visible(kind, amount, seqlen, seqlen_k) == int(mask.to_dense().sum())

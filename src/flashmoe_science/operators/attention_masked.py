@@ -26,7 +26,7 @@ from .base import DTYPES, KernelOperator, standard_normal
 from .baselines.attention_masked import BASELINES
 from .baselines.base import Inputs
 from .error_scale import Scale
-from .mask_kinds import check_kind, make_mask
+from .mask_kinds import check_kind, count_visible, make_mask
 
 flash_attention_masked = functools.partial(flash_attention, kernel="auto")
 forward_masked_triton = functools.partial(flash_attention, kernel=MASKED_KERNEL)
@@ -53,8 +53,7 @@ class MaskedProblem:
     @functools.cached_property
     def visible(self) -> int:
         """Pairs of a query and a key that it sees, of each head."""
-        mask = self.make_mask("cpu")[0]
-        return int(mask.to_dense().sum())
+        return count_visible(self.mask, self.amount, self.planned.seqlen_q, self.planned.seqlen_k)
 
     def describe(self) -> str:
         """Return a short name, e.g. ``documents1024_b1_h16_s8192_d128_bf16``."""

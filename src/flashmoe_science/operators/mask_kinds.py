@@ -50,10 +50,33 @@ def make_mask(kind: str, amount: int, seqlen_q: int, seqlen_k: int, device: str)
     return makers[kind](amount, seqlen_q, seqlen_k, device)
 
 
+def count_visible(kind: str, amount: int, seqlen_q: int, seqlen_k: int) -> int:
+    """Return how many pairs of a query and a key such a mask shows: counted, as a dense one has up to 2**28 elements."""
+    rows = torch.arange(seqlen_q)
+    if kind == "documents":
+        lengths = _document_ids(amount, seqlen_q).unique(return_counts=True)[1]
+        return int((lengths * (lengths + 1) // 2).sum())
+    if kind == "prefix":  # row r sees r + 1 keys, and no fewer than the prefix has
+        return int((rows + 1).clamp(min=min(amount, seqlen_k)).sum())
+    if kind == "window":
+        return int((rows + 1).clamp(max=amount).sum())
+    if kind == "tree":  # all keys before, itself, and its parents up to the root
+        return seqlen_q * (seqlen_k - seqlen_q) + sum((row + 1).bit_length() for row in range(seqlen_q))
+    chosen = _chosen_blocks(amount, seqlen_q) if kind == "blocks" else _reached_tiles(amount, seqlen_q)
+    tokens = (seqlen_q - torch.arange(len(chosen)) * BLOCK).clamp(max=BLOCK)  # of each block
+    shown = (_listed(chosen) * tokens[:, None] * tokens).sum()
+    if kind == "blocks":  # causal: half of each block's own
+        shown -= (tokens * (tokens - 1) // 2).sum()
+    return int(shown)
+
+
+def _document_ids(mean: int, seqlen: int) -> Tensor:
+    starts = torch.rand(seqlen, generator=torch.Generator().manual_seed(_SEED)) < 1 / max(1, mean)
+    return starts.cumsum(0)
+
+
 def _documents(mean: int, seqlen: int, _keys: int, device: str) -> tuple[BlockMask, Shown]:
-    generator = torch.Generator().manual_seed(_SEED)
-    starts = torch.rand(seqlen, generator=generator) < 1 / max(1, mean)
-    ids = starts.cumsum(0).to(device)
+    ids = _document_ids(mean, seqlen).to(device)
     return BlockMask.documents(ids), lambda _b, _h, row, key: (ids[row] == ids[key]) & (key <= row)
 
 
@@ -86,29 +109,37 @@ def _tree(_amount: int, tokens: int, keys: int, device: str) -> tuple[BlockMask,
     return made, lambda _b, _h, row, key: seen[row, key]
 
 
-def _blocks(count: int, seqlen: int, _keys: int, device: str) -> tuple[BlockMask, Shown]:
+def _chosen_blocks(count: int, seqlen: int) -> Tensor:
     blocks = -(-seqlen // BLOCK)
     order = torch.rand(blocks, blocks, generator=torch.Generator().manual_seed(_SEED))
     own = torch.arange(blocks)
     order[own, own] = 2.0
     order[own > own[:, None]] = -1.0  # behind the rows
     values, indices = order.topk(min(count, blocks), 1)
-    chosen = torch.where(values >= 0, indices, -1).to(device)
-    return _of_blocks(chosen, seqlen, causal=True)
+    return torch.where(values >= 0, indices, -1)
+
+
+def _blocks(count: int, seqlen: int, _keys: int, device: str) -> tuple[BlockMask, Shown]:
+    return _of_blocks(_chosen_blocks(count, seqlen).to(device), seqlen, causal=True)
+
+
+def _reached_tiles(near: int, seqlen: int) -> Tensor:
+    own = torch.arange(-(-seqlen // BLOCK))
+    return torch.where(((own - own[:, None]).abs() <= near) | (own % 16 == 0), own, -1)
 
 
 def _tiles(near: int, seqlen: int, _keys: int, device: str) -> tuple[BlockMask, Shown]:
-    blocks = -(-seqlen // BLOCK)
-    own = torch.arange(blocks)
-    reached = ((own - own[:, None]).abs() <= near) | (own % 16 == 0)
-    chosen = torch.where(reached, own, -1).to(device)
-    return _of_blocks(chosen, seqlen, causal=False)
+    return _of_blocks(_reached_tiles(near, seqlen).to(device), seqlen, causal=False)
+
+
+def _listed(chosen: Tensor) -> Tensor:
+    """Return which blocks are chosen, ``[blocks, blocks]``."""
+    return (chosen[:, :, None] == torch.arange(len(chosen), device=chosen.device)).any(1)
 
 
 def _of_blocks(chosen: Tensor, seqlen: int, *, causal: bool) -> tuple[BlockMask, Shown]:
     """Return the mask of blocks of 128, from the numbers of the keys' for each of the queries', -1 for none."""
-    blocks = chosen.shape[0]
-    listed = (chosen[:, :, None] == torch.arange(blocks, device=chosen.device)).any(1)
+    listed = _listed(chosen)
 
     def shown(_b: Any, _h: Any, row: Any, key: Any) -> Any:
         found = listed[row // BLOCK, key // BLOCK]
