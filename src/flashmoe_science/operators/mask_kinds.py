@@ -51,7 +51,7 @@ def make_mask(kind: str, amount: int, seqlen_q: int, seqlen_k: int, device: str)
 
 
 def count_visible(kind: str, amount: int, seqlen_q: int, seqlen_k: int) -> int:
-    """Return how many pairs of a query and a key such a mask shows: counted, as a dense one has up to 2**28 elements."""
+    """Return how many pairs of a query and a key such a mask shows. A dense mask would have 2**30 elements."""
     rows = torch.arange(seqlen_q)
     if kind == "documents":
         lengths = _document_ids(amount, seqlen_q).unique(return_counts=True)[1]
