@@ -413,6 +413,28 @@ def test_gradients_of_keys_are_summed_over_chunks_of_queries(compiled):
         torch.testing.assert_close(packed.transpose(0, 1)[None], total, atol=2e-2 * compiled, rtol=2e-2 * compiled)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_of_keys_come_unrounded_where_others_add_to_them(packed):
+    """In fp32 as they are, which is what zeros become that they are added to."""
+    q, k, v, do = (torch.randn(1, heads, 12, 8, dtype=torch.bfloat16) for heads in (4, 2, 2, 4))
+    o, lse = flash_attention(q, k, v, causal=True, return_lse=True)
+    given = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do": do}
+    options = Options(causal=True, softmax_scale=None)
+    if packed:
+        given = {name: x[0] if name == "lse" else x[0].transpose(0, 1) for name, x in given.items()}
+        given |= {name: torch.tensor([0, 12], dtype=torch.int32) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+        options = options._replace(max_seqlens=(12, 12))
+    rounded = attention_gradients(options, given, ["q", "k", "v"])
+    found = attention_gradients(options, given, ["q", "k", "v"], unrounded=True)
+    zeros = {f"d{name}": torch.zeros_like(given[name], dtype=torch.float32) for name in "kv"}
+    added = attention_gradients(options, {**given, **zeros}, ["q", "k", "v"])
+    assert torch.equal(found["q"], rounded["q"])
+    for name in "kv":
+        assert torch.equal(found[name], added[name])
+        assert not torch.equal(found[name], rounded[name].float())
+        assert torch.equal(found[name].bfloat16(), rounded[name])
+
+
 def test_gradients_without_autograd_are_those_of_autograd_with_every_feature():
     """In batches and packed; sinks and a bias are constants there."""
     q, k, v = leaves((1, 4, 9, 8), (1, 2, 11, 8), (1, 2, 11, 8))

@@ -6,8 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
 
-from .ranks import run_ranks
+from flashmoe_science.distributed import ContextParallel
+from flashmoe_science.distributed.exchange import sum_ranks_into
+
+from .ranks import fake_ranks, run_ranks
 
 _MODULE = "tests.distributed.context_parallel_cases"
 
@@ -102,3 +107,28 @@ def test_errors_name_the_rank_and_are_raised_on_all(found: list[dict[str, Any]])
     assert f"strategy {first['plan strategy']}: " in first["documents explained"]
     assert first["gradients of outputs of one rank"] == [True, True]
     assert first["after all"] == 0
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sums_over_ranks_are_rounded_once(ranks: int) -> None:
+    received, out = torch.randn(ranks, 100, 8), torch.empty(200, 8, dtype=torch.bfloat16)
+    sum_ranks_into(out[100:], received)
+    total = received[0]
+    for part in received[1:]:
+        total = total + part
+    assert torch.equal(out[100:], total.bfloat16())
+
+
+def test_autograd_makes_no_zeros_for_packed_outputs() -> None:
+    """The gradient of ``o[0]`` would be zeros of the whole, and a copy into them."""
+    with fake_ranks(1):
+        cp = ContextParallel(init_device_mesh("cpu", (1,)), strategy="gather")
+        q = torch.randn(8, 2, 16, requires_grad=True)
+        found = cp.attention_packed(q, q, q, cp.plan([5, 3]), causal=True, return_lse=True)
+    names, ahead = set(), [x.grad_fn for x in found]
+    while ahead:
+        if (node := ahead.pop()) is not None:
+            names.add(node.name())
+            ahead += [more for more, _ in node.next_functions]
+    assert "SqueezeBackward1" in names
+    assert not names & {"SelectBackward0", "SliceBackward0", "IndexBackward0"}

@@ -113,14 +113,16 @@ class Call:
         o, lse = attend({**_without_batch(tensors), **self.starts}, self.options)
         return o.transpose(0, 1)[None], lse[None]
 
-    def gradients(self, tensors: Mapping[str, Tensor], wanted: Sequence[str]) -> dict[str, Tensor]:
+    def gradients(
+        self, tensors: Mapping[str, Tensor], wanted: Sequence[str], *, unrounded: bool = False
+    ) -> dict[str, Tensor]:
         """Return gradients by name, in the form of ``tensors``, which hold o, lse and their gradients too.
 
-        With dk and dv, fp32, those of k and v are added to them.
+        With dk and dv, fp32, those of k and v are added to them. ``unrounded`` is that of ``attention_gradients``.
         """
         if self.starts is None:
-            return gradients_of(self.options, tensors, wanted)
-        found = gradients_of(self.options, {**_without_batch(tensors), **self.starts}, wanted)
+            return gradients_of(self.options, tensors, wanted, unrounded=unrounded)
+        found = gradients_of(self.options, {**_without_batch(tensors), **self.starts}, wanted, unrounded=unrounded)
         return {name: x if name == "sinks" else x.transpose(0, 1)[None] for name, x in found.items()}
 
 

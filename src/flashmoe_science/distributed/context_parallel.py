@@ -335,7 +335,8 @@ class ContextParallel:
             recipe = self.recipe(inputs, options, plan)
             q, k, v, heads = _with_batch(inputs, plan)
             o, lse = Attend.apply(recipe, *cast_under_autocast(q, k, v), *heads)  # type: ignore[no-untyped-call]
-        return (o, lse) if plan is None else (o[0].transpose(0, 1), lse[0])
+        # By o[0], autograd would write zeros and copy the gradient into them.
+        return (o, lse) if plan is None else (o.squeeze(0).transpose(0, 1), lse.squeeze(0))
 
     def _check(self, inputs: Inputs, options: Options, plan: PackedPlan | None) -> None:
         """Check a call on all ranks."""

@@ -1,9 +1,11 @@
-"""Attention of packed documents that lie on one rank where they can: K and V travel for the others alone."""
+"""Attention of packed documents that lie on one rank where they can: K and V travel for the others alone.
+
+Calls of whole documents are given all tokens of a rank. So their outputs have room for those of the parts.
+"""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .calls import Attended, Call, Gradients, Inputs
-from .exchange import start_all_to_all, start_gathering, sum_of_ranks
+from .copies import widened
+from .exchange import start_all_to_all, start_gathering, sum_ranks_into
 from .plan import DocumentCalls
 
 Keys = tuple[Tensor, Tensor]  # K and V, [1, HK, keys, columns] each
@@ -27,13 +30,16 @@ class DocumentsRecipe:
     def forward(self, inputs: Inputs) -> Attended:
         """Attend: first whole documents, while keys travel."""
         arrive = self._send(inputs)
-        found = []
-        if self.calls.whole:
-            found.append(self._attend(self.calls.whole, inputs, *self._of_whole(inputs)))
+        whole = self._attend(self.calls.whole, inputs, slice(None), (inputs.k, inputs.v)) if self.calls.whole else None
         keys = arrive()
         if self.calls.shared and keys:
-            found.append(self._attend(self.calls.shared, inputs, self._rows_of_parts, keys))
-        return Attended(_join([o for o, _ in found]), _join([lse for _, lse in found]), [])
+            parts = self._attend(self.calls.shared, inputs, self._rows_of_parts, keys)
+            if whole is None:
+                return Attended(*parts, [])
+            for into, part in zip(whole, parts, strict=True):
+                into[:, :, self._rows_of_parts] = part
+        assert whole is not None  # a rank has tokens
+        return Attended(*whole, [])
 
     def _attend(self, call: Call, inputs: Inputs, rows: slice, keys: Keys) -> tuple[Tensor, Tensor]:
         k, v = keys
@@ -46,35 +52,29 @@ class DocumentsRecipe:
         given = {"q": inputs.q, "o": found.o, "lse": found.lse, "do": do, "dlse": dlse}
         wanted = ["q", "k", "v", *(["sinks"] if sinks else [])]
 
-        def gradients(call: Call, rows: slice, keys: Keys, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        def gradients(call: Call, rows: slice, keys: Keys, *, unrounded: bool = False) -> dict[str, Tensor]:
             k, v = keys
             own = {name: x[:, :, rows] for name, x in given.items() if x is not None}
-            return call.gradients({**own, "k": k, "v": v, **inputs.heads.given(), **sums}, wanted)
+            return call.gradients({**own, "k": k, "v": v, **inputs.heads.given()}, wanted, unrounded=unrounded)
 
-        keys = self._send(inputs)()
-        made = []
+        keys, parts, whole = self._send(inputs)(), None, None
         if self.calls.shared and keys:
-            sums = self._zeros(inputs, len(self.calls.keys))
-            made.append(gradients(self.calls.shared, self._rows_of_parts, keys, self._by_name(inputs, sums)))
-            arrive = self._send_sums(inputs, sums)
-        else:
-            arrive = self._send_sums(inputs, None)
+            parts = gradients(self.calls.shared, self._rows_of_parts, keys, unrounded=True)
+        arrive = self._send_sums(inputs, parts)
         if self.calls.whole:
-            made.insert(0, gradients(self.calls.whole, *self._of_whole(inputs), {}))
-        dsinks = torch.stack([each["sinks"] for each in made]).sum(0) if sinks else None
-        dq = _join([each["q"] for each in made])
-        of_keys = [(made[0]["k"], made[0]["v"])] if self.calls.whole else []
-        dk, dv = (_join(parts) for parts in zip(*of_keys, *arrive(), strict=True))
-        return Gradients(dq, dk, dv, dsinks)
+            whole = gradients(self.calls.whole, slice(None), (inputs.k, inputs.v))
+        dsinks = torch.stack([made["sinks"] for made in (whole, parts) if made]).sum(0) if sinks else None
+        if whole is None:
+            assert parts is not None  # a rank has tokens
+            whole = {"q": parts["q"], "k": _empty_like(inputs.k), "v": _empty_like(inputs.v)}
+        elif parts is not None:
+            whole["q"][:, :, self._rows_of_parts] = parts["q"]
+        arrive(whole["k"], whole["v"])
+        return Gradients(whole["q"], whole["k"], whole["v"], dsinks)
 
     @property
     def _rows_of_parts(self) -> slice:
         return slice(self.calls.alone, None)
-
-    def _of_whole(self, inputs: Inputs) -> tuple[slice, Keys]:
-        """Return the rows and the keys of whole documents."""
-        rows = slice(self.calls.alone)
-        return rows, (inputs.k[:, :, rows], inputs.v[:, :, rows])
 
     def _send(self, inputs: Inputs) -> Callable[[], Keys | None]:
         """Begin to send this rank's parts of documents. What is returned waits for the keys of ``shared``.
@@ -83,53 +83,66 @@ class DocumentsRecipe:
         """
         if not self.calls.sent:
             return lambda: None
-        local = torch.cat([x[:, :, self._rows_of_parts].permute(2, 0, 1, 3) for x in (inputs.k, inputs.v)], 3)
-        message = local.new_empty(self.calls.sent, *local.shape[1:])
-        message[: len(local)] = local
+        k, v = (_tokens_first(x)[self._rows_of_parts] for x in (inputs.k, inputs.v))
+        columns = k.shape[2]
+        message = k.new_empty(self.calls.sent, k.shape[1], columns + v.shape[2])
+        own = message[: len(k)]
+        wide = widened([k, v, own[..., :columns], own[..., columns:]])
+        for x, place in zip(wide[:2], wide[2:], strict=True):
+            place.copy_(x)
         gathered, wait = start_gathering(message, self.group)
 
         def arrive() -> Keys:
             wait()
-            found = gathered.index_select(0, self.calls.keys).permute(1, 2, 0, 3)
-            columns = inputs.k.shape[3]
+            found = gathered.index_select(0, self.calls.keys).transpose(0, 1)[None]
             return found[..., :columns], found[..., columns:]
 
         return arrive
 
-    def _zeros(self, inputs: Inputs, tokens: int) -> Tensor:
-        """Return room for sums of gradients of K and V, ``[tokens, B, HK, D + DV]`` fp32."""
-        batch, heads, _, columns = inputs.k.shape
-        return inputs.k.new_zeros(tokens, batch, heads, columns + inputs.v.shape[3], dtype=torch.float32)
+    def _send_sums(self, inputs: Inputs, parts: dict[str, Tensor] | None) -> Callable[[Tensor, Tensor], None]:
+        """Begin to send what this rank adds to the gradients of keys: ``parts`` has that for the keys of ``shared``.
 
-    def _by_name(self, inputs: Inputs, sums: Tensor) -> dict[str, Tensor]:
-        both, columns = sums.permute(1, 2, 0, 3), inputs.k.shape[3]
-        return {"dk": both[..., :columns], "dv": both[..., columns:]}
-
-    def _send_sums(self, inputs: Inputs, made: Tensor | None) -> Callable[[], list[Keys]]:
-        """Begin to send what this rank adds to the gradients of keys, ``made`` for its own keys in fp32.
-
-        What is returned waits, and gives the gradients of K and V of this rank's parts: sums in one order.
+        What is returned waits, and writes the gradients of K and V of this rank's parts: sums in one order.
         """
         if not self.calls.sent:
-            return list
-        ranks, tokens, columns = self.group.size(), inputs.k.shape[2], inputs.k.shape[3]
-        sums = self._zeros(inputs, ranks * self.calls.sent)
-        if made is not None:
-            # Two parts of a document have keys in common: the second parts of all documents are added after the first.
-            for start, end in itertools.pairwise(self.calls.rounds):
-                sums.index_add_(0, self.calls.keys[start:end], made[start:end])
-        received, wait = start_all_to_all(torch.unflatten(sums, 0, (ranks, -1)), self.group)
+            return lambda _dk, _dv: None
+        sizes = [self.calls.sent * x.shape[1] * x.shape[3] for x in (inputs.k, inputs.v)]
+        # A rank's keys, then its values: so that what is added lies in one piece, which is faster than halves of rows.
+        message = torch.zeros(self.group.size(), sum(sizes), dtype=torch.float32, device=inputs.k.device)
+        if parts is not None:
+            for name, sums in zip("kv", torch.split(message, sizes, 1), strict=True):
+                self._add_to_sums(torch.unflatten(sums, 1, (self.calls.sent, -1)), _tokens_first(parts[name]))
+        received, wait = start_all_to_all(message, self.group)
 
-        def arrive() -> list[Keys]:
+        def arrive(dk: Tensor, dv: Tensor) -> None:
             wait()
-            total = sum_of_ranks(received[:, : tokens - self.calls.alone]).to(inputs.k.dtype).permute(1, 2, 0, 3)
-            return [(total[..., :columns], total[..., columns:])]
+            for into, sums in zip((dk, dv), torch.split(received, sizes, 1), strict=True):
+                own = _tokens_first(into)[self._rows_of_parts].flatten(1)
+                sum_ranks_into(own, torch.unflatten(sums, 1, (self.calls.sent, -1))[:, : len(own)])
 
         return arrive
 
+    def _add_to_sums(self, sums: Tensor, made: Tensor) -> None:
+        """Add gradients of the keys of ``shared`` to ``sums``, ``[W, sent, HK * columns]``.
 
-def _join(parts: Sequence[Tensor]) -> Tensor:
-    """Return ``[B, heads, tokens, ...]`` one behind the other; tokens come before heads in memory."""
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat([x.transpose(1, 2) for x in parts], 1).transpose(1, 2)
+        Two parts of a document have keys in common: the second parts of all documents are added after the first.
+        """
+        made, begin = made.flatten(1), 0
+        for spans in self.calls.rounds:
+            places, added = [], []
+            for start, end in spans:
+                rank, first = divmod(start, self.calls.sent)
+                places.append(sums[rank, first : first + end - start])
+                added.append(made[begin : begin + end - start])
+                begin += end - start
+            torch._foreach_add_(places, added)
+
+
+def _tokens_first(x: Tensor) -> Tensor:
+    """View ``[1, heads, tokens, columns]`` as ``[tokens, heads, columns]``."""
+    return x.squeeze(0).transpose(0, 1)
+
+
+def _empty_like(x: Tensor) -> Tensor:
+    """Return room for the gradient of K or V; tokens come before heads in memory."""
+    return x.new_empty(x.shape[2], x.shape[1], x.shape[3]).transpose(0, 1)[None]

@@ -82,6 +82,14 @@ def sum_of_ranks(received: Tensor) -> Tensor:
     return received[0] + received[1] if len(received) == 2 else received.sum(0)
 
 
+def sum_ranks_into(out: Tensor, received: Tensor) -> None:
+    """Write the sum of what the ranks sent, ``[W, ...]`` fp32, rounded to the dtype of ``out``."""
+    if len(received) == 2:
+        torch.add(received[0], received[1], out=out)
+    else:
+        out.copy_(received.sum(0))
+
+
 def gather_together(tensors: Sequence[Tensor], layout: Layout, group: Group) -> tuple[Tensor, ...]:
     """Return ``gather_tokens`` of several tensors, by one message."""
     rows = [x.contiguous().view(torch.uint8) for x in tensors]  # a token's bytes

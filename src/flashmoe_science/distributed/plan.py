@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..attention.inputs import Options
 from .calls import Call, on_device, packed_call
-from .layout import Layout, PackedLayout, Pieces
+from .layout import Layout, PackedLayout, Pieces, Span
 from .named import name
 
 Mask = tuple[bool, tuple[int, int]]  # causal, window
@@ -33,7 +33,7 @@ class DocumentCalls(NamedTuple):
     alone: int  # how many tokens ``whole`` has
     sent: int  # tokens that each rank sends, some of them padding
     keys: Tensor  # int32: of those that come, which tokens are the keys of ``shared``
-    rounds: tuple[int, ...]  # where keys of first parts start in ``keys``, those of second parts, ...; and the end
+    rounds: tuple[tuple[Span, ...], ...]  # the same tokens as spans: the keys of first parts, of second parts, ...
 
 
 class PackedPlan:
@@ -90,14 +90,19 @@ class PackedPlan:
             options = Options(mask[0], window=mask[1])
             both = spans[:alone], spans[alone:]
             whole, shared = (packed.pieces(part, causal=mask[0], window=mask[1]) for part in both)
-            arrivals = [torch.arange(*place) for keys in shared.keys for place in packed.arrivals(keys)]
+            needed = iter(shared.keys)
+            places = tuple(
+                tuple(place for keys in itertools.islice(needed, count) for place in packed.arrivals(keys))
+                for count in rounds
+            )
+            arrivals = [torch.arange(*place) for place in itertools.chain(*places)]
             self._prepared[mask] = DocumentCalls(
                 self._call(whole, options),
                 self._call(shared, options),
                 whole.starts_q[-1],
                 packed.sent,
                 on_device(torch.cat(arrivals) if arrivals else (), self.device),
-                tuple(shared.starts_k[number] for number in itertools.accumulate(rounds, initial=0)),
+                places,
             )
         return self._prepared[mask]
 

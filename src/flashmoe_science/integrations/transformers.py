@@ -182,7 +182,7 @@ def attend_in_parallel(
         return o.transpose(1, 2).contiguous(), None
     if query.shape[0] != 1:
         raise UnsupportedError(f"packed documents need a batch of one, got {query.shape[0]}")
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     packed: Tensor = context_parallel.attention_packed(q, k, v, context_parallel_plan, **options)
     return packed[None], None
 
@@ -546,9 +546,9 @@ def _attend_packed(
     o: Tensor = call_by_names(
         flash_attention_varlen,
         _NAMES,
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
+        query.squeeze(0).transpose(0, 1),
+        key.squeeze(0).transpose(0, 1),
+        value.squeeze(0).transpose(0, 1),
         *(lengths[name] for name in _LENGTHS),
         **options,
     )

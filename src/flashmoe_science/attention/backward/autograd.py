@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -120,7 +121,9 @@ def forced_kernel(kernel: str) -> str:
     return forced
 
 
-def attention_gradients(options: Options, tensors: Mapping[str, Tensor], wanted: Sequence[str]) -> dict[str, Tensor]:
+def attention_gradients(
+    options: Options, tensors: Mapping[str, Tensor], wanted: Sequence[str], *, unrounded: bool = False
+) -> dict[str, Tensor]:
     """Return gradients by name.
 
     Args:
@@ -129,6 +132,7 @@ def attention_gradients(options: Options, tensors: Mapping[str, Tensor], wanted:
             both. Any strides.
             With dk and dv, fp32, those of k and v are added to them, and returned so.
         wanted: of q, k, v, sinks and bias those whose gradients are asked for; k and v come together.
+        unrounded: return those of k and v in fp32, unless the kernel rounds them itself. Others then add to them.
 
     Raises:
         InputError: ``FLASHMOE_BACKWARD_KERNEL`` in the environment is no name of a kernel, or sequences share keys.
@@ -149,19 +153,24 @@ def attention_gradients(options: Options, tensors: Mapping[str, Tensor], wanted:
     lengths = options.max_seqlens and planned_lengths(*options.max_seqlens, tensors.get("bias"))
     options = options._replace(kernel=kernel, max_seqlens=lengths)
     layouts = {name: tensor for name, tensor in tensors.items() if name not in ("lse", "dlse")}
-    key = (options, *wanted, "dlse" in tensors, *layouts, *layouts_of(layouts, packed=lengths is not None))
+    key = (options, *wanted, unrounded, "dlse" in tensors, *layouts, *layouts_of(layouts, packed=lengths is not None))
     call = _prepared.get(key)
     if call is None:
         q = tensors["q"]
-        plan = plan_backward(backward_problem_of(options, tensors, wanted), gpu_at(q.device), options.kernel)
+        problem = backward_problem_of(options, tensors, wanted)
+        if unrounded and problem.sums is None:
+            problem = replace(problem, sums=(problem.dk_strides, problem.dv_strides))
+        plan = plan_backward(problem, gpu_at(q.device), options.kernel)
         call = remember(_prepared, key, prepare_backward(plan, q.device))
     return call(tensors)
 
 
-def gradients_of(options: Options, tensors: Mapping[str, Tensor], wanted: Sequence[str]) -> dict[str, Tensor]:
-    """Return what ``attention_gradients`` does, by the operator where torch has to see one."""
+def gradients_of(
+    options: Options, tensors: Mapping[str, Tensor], wanted: Sequence[str], *, unrounded: bool = False
+) -> dict[str, Tensor]:
+    """Return what ``attention_gradients`` does, by the operator where torch has to see one: that rounds them."""
     if not is_traced(tensors.values()):
-        return attention_gradients(options, tensors, wanted)
+        return attention_gradients(options, tensors, wanted, unrounded=unrounded)
     given = {name: tensor.detach() for name, tensor in tensors.items()}
     numbers = [number for number, name in enumerate(DIFFERENTIABLE) if name in wanted]
     found = _call_operator(options, given, numbers)

@@ -63,13 +63,14 @@ def add_to_sums(found: dict[str, Tensor], tensors: Tensors) -> dict[str, Tensor]
     return found
 
 
-def allocate_gradient(tensor: Tensor) -> Tensor:
+def allocate_gradient(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return a gradient of q, k or v, not written yet: dense, with axes in the order of the tensor's in memory."""
+    dtype = dtype or tensor.dtype
     if tensor.dim() == 3:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        return torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
     batch, heads, seqlen, columns = tensor.shape
     strides = output_strides(batch, heads, seqlen, columns, canonical_strides(tensor.shape, tensor.stride()))
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).as_strided(tensor.shape, strides)
+    return torch.empty(tensor.shape, dtype=dtype, device=tensor.device).as_strided(tensor.shape, strides)
 
 
 def _reference_call(problem: BackwardProblem) -> Call:
@@ -85,10 +86,10 @@ def _reference_call(problem: BackwardProblem) -> Call:
         inputs = (tensors["q"], tensors["k"], tensors["v"])
         check_storages(tensors)
         found = differentiate(*inputs, tensors["do"], tensors.get("dlse"), **options, **extras)
-        if problem.sums is not None:
-            add_to_sums(found, tensors)
         return {
-            name: found[name] if _is_summed(problem, name) else _allocate(name, tensors[name]).copy_(found[name])
+            name: _sum_of(name, tensors).add_(found[name])
+            if _is_summed(problem, name)
+            else _allocate(name, tensors[name]).copy_(found[name])
             for name in problem.wanted
         }
 
@@ -96,8 +97,14 @@ def _reference_call(problem: BackwardProblem) -> Call:
 
 
 def _is_summed(problem: BackwardProblem, name: str) -> bool:
-    """Return whether a gradient is added to a tensor that the caller gave."""
+    """Return whether a gradient is added to a tensor in fp32."""
     return problem.sums is not None and name in ("k", "v")
+
+
+def _sum_of(name: str, tensors: Tensors) -> Tensor:
+    """Return the tensor that a gradient is added to: that which the caller gave, or zeros."""
+    given = tensors.get(f"d{name}")
+    return allocate_gradient(tensors[name], torch.float32).zero_() if given is None else given
 
 
 def _allocate(name: str, tensor: Tensor) -> Tensor:
@@ -126,7 +133,7 @@ def _kernel_call(plan: BackwardPlan, device: torch.device) -> Call:
             rows["lse"] = mark_shared_keys(rows["lse"], tensors)
         delta = torch.empty(rows["lse"].shape, dtype=torch.float32, device=q.device)
         found = {
-            name: tensors[f"d{name}"] if _is_summed(problem, name) else _allocate(name, tensors[name])
+            name: _sum_of(name, tensors) if _is_summed(problem, name) else _allocate(name, tensors[name])
             for name in problem.wanted
         }
         if p.packed or not launches:  # no program writes the gradients of rows and keys in no sequence's place

@@ -67,7 +67,7 @@ def _attention(strategy: str) -> Callable[..., Any]:
                 o: torch.Tensor = context(mesh).attention_packed(q, k, v, plan(mesh, lengths), causal=causal)
                 return o
             o = context(mesh).attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), causal=causal)
-            return o[0].transpose(0, 1)
+            return o.squeeze(0).transpose(0, 1)
 
         return with_gradients(attend, (q, k, v), do)
 
@@ -318,7 +318,10 @@ def _of_all_heads(some: torch.Tensor, ranks: int) -> torch.Tensor:
 
 
 def _calls_of(problem: RankedProblem) -> list[tuple[list[int], list[int]]]:
-    """Return the queries and keys of every packed call of all ranks."""
+    """Return the queries and keys of every packed call of all ranks.
+
+    Calls of whole documents are given tensors of all tokens of the rank: that makes grids larger, and changes no work.
+    """
     packed = plan_documents(problem.whole.lengths, problem.ranks)
     found = []
     for held, (alone, *_) in zip(packed.layout.held, packed.rounds, strict=True):
