@@ -300,6 +300,67 @@ def test_chunks_of_rows_and_heads_change_nothing(monkeypatch):
     torch.testing.assert_close(dq_by_chunks.rms, dq.rms)
 
 
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("moe", {"shared_experts": 2, "shared_inter": 32, "shared_weights": "fp32"}),
+        ("moe_backward", {"bias_gate_up": True, "bias_down": True, "interleaved": True}),
+        ("moe_backward", {"activation": "relu2"}),
+        ("expert_parallel", {"tokens": 20}),
+    ],
+)
+def test_what_is_right_of_experts_in_parts_of_their_pairs_is_the_same(name, more, monkeypatch):
+    """Of the first product of three pairs at a time; what a lower precision gives has the same bits."""
+    from flashmoe_science.moe import reference as experts
+    from flashmoe_science.operators import base, moe_scale
+
+    operator: Any = load_operator(name)
+    problem = operator.parse_case({**SMALL[name], "tokens": 40, "dtype": "bf16", **more})
+    inputs = operator.make_inputs(problem, seed=1, device="cpu")
+    inputs["topk_ids"][inputs["topk_ids"] == 2] = -1  # an expert without a token
+
+    def answers():
+        exact, low = (parts(each(problem, inputs)) for each in (operator.exact, operator.low_precision))
+        budgets = [operator.error_budget(*each) for each in zip(exact, low, strict=True)]
+        return exact, low, operator.error_scale(problem, inputs), budgets
+
+    whole = answers()
+    for module, elements in ((experts, 3 * 96), (moe_scale, 3 * 96), (base, 100)):
+        monkeypatch.setattr(module, "_ELEMENTS_AT_ONCE", elements)
+    in_parts = answers()
+    torch.testing.assert_close(in_parts[0], whole[0], rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(in_parts[1], whole[1], rtol=0, atol=0)
+    torch.testing.assert_close(in_parts[2], whole[2], rtol=1e-3, atol=0)
+    assert in_parts[3] == pytest.approx(whole[3], rel=1e-12)
+
+
+def test_products_of_experts_are_small_however_many_pairs_they_have(monkeypatch):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from flashmoe_science.moe import reference as experts
+    from flashmoe_science.operators import moe_scale
+
+    rows: set[int] = set()
+
+    class Rows(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.dim() == 2 and out.shape[1] == 96:
+                rows.add(out.shape[0])
+            return out
+
+    for module in (experts, moe_scale):
+        monkeypatch.setattr(module, "_ELEMENTS_AT_ONCE", 3 * 96)
+    for name in ("moe", "moe_backward"):
+        operator: Any = load_operator(name)
+        problem = operator.parse_case({**SMALL[name], "tokens": 200, "dtype": "bf16"})
+        inputs = operator.make_inputs(problem, seed=1, device="cpu")
+        with Rows():
+            operator.exact(problem, inputs)
+            operator.error_scale(problem, inputs)
+    assert max(rows - {64}) == 3  # 64: transposed weights
+
+
 def test_what_is_below_any_square_in_fp32_is_0_to_a_right_kernel():
     """Beside a sink scores of -120 leave 1e-52, of which fp32 makes 0, and the variance of an error of 1e-20, too."""
     operator: Any = load_operator("attention_backward")

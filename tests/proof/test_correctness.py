@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -394,6 +395,48 @@ def test_a_replay_of_a_graph_is_judged_with_other_values(monkeypatch):
     with pytest.raises(WrongResultError, match="a replay of its CUDA graph: NaN in"):
         replay(lambda out: out * math.nan)
     assert all(graph.released for graph in made)
+
+
+def test_what_earlier_calls_gave_is_compared_after_the_replay_and_then_freed(monkeypatch):
+    """What is right of the replay takes the memory that they had."""
+    held = []
+    monkeypatch.setattr(check_module, "_synchronize", lambda device: None)
+    monkeypatch.setattr(
+        check_module,
+        "_check_form",
+        lambda answer, wanted, device, which, form=check_module._check_form: form(answer, wanted, "cpu", which),
+    )
+
+    class OnCpu(FakeOperator):
+        def make_inputs(self, problem, *, seed, device):
+            return super().make_inputs(problem, seed=seed, device="cpu")
+
+        def exact(self, problem, inputs):
+            held.append(sum(each() is not None for each in answers))
+            return super().exact(problem, inputs)
+
+    answers = []
+
+    def kept(q, k, v, **options):
+        answers.append(weakref.ref(out := attend(q, k, v, **options)))
+        return out
+
+    def check(change):
+        return check_case(
+            OnCpu(), kept, SHORT, device="cpu", seed=7, deterministic=True, capture=lambda call: Replay(call, change)
+        )
+
+    check(lambda out: out)
+    assert held == [0, 1, 1]  # the last is the graph's
+
+    def overwriting(out):
+        for each in answers[-5:-2]:
+            if (earlier := each()) is not None:
+                earlier.zero_()
+        return out
+
+    with pytest.raises(WrongResultError, match="was changed by a later call"):
+        check(overwriting)
 
 
 def test_an_input_of_one_element_is_no_constant():

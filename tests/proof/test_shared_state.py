@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import types
+import weakref
 
 import pytest
 import torch
@@ -122,6 +123,23 @@ SETTINGS = {
     "os.environ['CUDA_LAUNCH_BLOCKING'] = '1'": "the variable CUDA_LAUNCH_BLOCKING is 1, and was not set",
     "os.putenv('NVIDIA_TF32_OVERRIDE', '1')": "the variable NVIDIA_TF32_OVERRIDE is 1, and was not set",
 }
+
+
+def test_what_a_caller_holds_is_freed_at_once():
+    """A frame that refers to itself kept copies of all inputs on the GPU until a collection."""
+
+    def look():
+        held = torch.zeros(1)
+        state = SharedState()
+        assert state.changes() == ""
+        return weakref.ref(held)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert look()() is None
+    finally:
+        gc.enable()
 
 
 def test_each_handicap_of_the_baselines_that_a_module_sets_up_is_named(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from ..gpu.ambient import without_autocast
 from .problem import DEFAULT_ALPHA, DEFAULT_LIMIT, GATED
+
+_ELEMENTS_AT_ONCE = 2**25  # of the first product in fp64: 256 MiB, of which a dozen are alive at once
 
 
 @without_autocast
@@ -96,6 +99,20 @@ def activate(
     return _gelu(gate, activation) * up
 
 
+def rows_at_once(columns: int, dtype: torch.dtype) -> int:
+    """Return how many pairs of an expert are worked out at once: all, or in fp64 as many as fit in little memory.
+
+    Sums over pairs are then made in parts. A lower precision would round each part.
+    """
+    return max(1, _ELEMENTS_AT_ONCE // columns) if dtype == torch.float64 else 2**31 - 1
+
+
+def pairs_of(chosen: Tensor, at_once: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield tokens and slots where ``chosen`` ``[T, K]`` is true, at most so many at once."""
+    tokens, slots = torch.where(chosen)
+    yield from zip(torch.split(tokens, at_once), torch.split(slots, at_once), strict=True)
+
+
 def _gelu(x: Tensor, activation: str) -> Tensor:
     return F.gelu(x, approximate="tanh" if activation.endswith("_tanh") else "none")
 
@@ -135,31 +152,54 @@ def fused_moe(
     for e in torch.unique(topk_ids).tolist():
         if not 0 <= e < w_gate_up.shape[0]:
             continue
-        tokens, slots = torch.where(topk_ids == e)
-        biases = (None if b is None else b[e] for b in (bias_gate_up, bias_down))
-        y = expert(x[tokens], w_gate_up[e], w_down[e], *biases)
-        out = out.index_add(0, tokens, y * topk_weights[tokens, slots, None].to(dtype))
+        biases = [None if b is None else b[e] for b in (bias_gate_up, bias_down)]
+        for tokens, slots in pairs_of(topk_ids == e, rows_at_once(w_gate_up.shape[1], dtype)):
+            y = expert(x[tokens], w_gate_up[e], w_down[e], *biases)
+            out = out.index_add(0, tokens, y * topk_weights[tokens, slots, None].to(dtype))
     if shared_gate_up is not None and shared_down is not None:
         for s in range(shared_gate_up.shape[0]):
-            y = expert(x, shared_gate_up[s], shared_down[s], None, None)
+            some = torch.split(x, rows_at_once(shared_gate_up.shape[1], dtype))
+            parts = [expert(rows, shared_gate_up[s], shared_down[s], None, None) for rows in some]
+            y = parts[0] if len(parts) == 1 else torch.cat(parts)
             out = out + (y if shared_weights is None else y * shared_weights[:, s, None].to(dtype))
     return out
 
 
+def halves_of(product: Tensor, activation: str, *, interleaved: bool) -> tuple[Tensor, ...]:
+    """Return gate and up columns, or all columns where there is no gate."""
+    if activation not in GATED:
+        return (product,)
+    return (product[..., 0::2], product[..., 1::2]) if interleaved else product.chunk(2, -1)
+
+
+def joined(halves: Sequence[Tensor], *, interleaved: bool) -> Tensor:
+    """Return the inverse of ``halves_of``."""
+    if len(halves) == 1:
+        return halves[0]
+    return torch.stack([*halves], -1).flatten(-2) if interleaved else torch.cat([*halves], -1)
+
+
 def activation_slopes(
     product: Tensor, activation: str, *, alpha: float = 0.0, limit: float = 0.0, interleaved: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Return the derivatives of ``activate`` by gate and by up; without a gate both are the same."""
+) -> tuple[Tensor, ...]:
+    """Return the derivatives of ``activate`` by gate and by up; without a gate by its one argument."""
+    halves = halves_of(product, activation, interleaved=interleaved)
+    return slopes_of_halves(halves, activation, alpha=alpha, limit=limit)
+
+
+def slopes_of_halves(
+    halves: Sequence[Tensor], activation: str, *, alpha: float = 0.0, limit: float = 0.0
+) -> tuple[Tensor, ...]:
+    """Return what ``activation_slopes`` does, of gate and up columns, or of all columns where there is no gate."""
     if activation not in GATED:
+        (product,) = halves
         if activation == "relu2":
-            slope = 2 * torch.relu(product)
-        elif activation == "silu":
-            sigmoid = torch.sigmoid(product)
-            slope = sigmoid * (1 + product * (1 - sigmoid))
-        else:
-            slope = _gelu_slope(product, activation)
-        return slope, slope
-    gate, up = (product[..., 0::2], product[..., 1::2]) if interleaved else product.chunk(2, -1)
+            return (2 * torch.relu(product),)
+        if activation != "silu":
+            return (_gelu_slope(product, activation),)
+        sigmoid = torch.sigmoid(product)
+        return (sigmoid * (1 + product * (1 - sigmoid)),)
+    gate, up = halves
     if activation == "swiglu":
         sigmoid = torch.sigmoid(gate)
         return up * sigmoid * (1 + gate * (1 - sigmoid)), gate * sigmoid
@@ -197,44 +237,43 @@ def moe_gradients(
     bias_gate_up: Tensor | None = None,
     bias_down: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    output: bool = False,
 ) -> dict[str, Tensor]:
     """Return the gradients of routed experts by name, in ``dtype`` (default: that of x), for ``do`` of the output.
 
-    Matrix products are rounded to ``dtype``; elementwise steps and sums over experts are at least fp32.
+    Matrix products are rounded to ``dtype``; elementwise steps and sums over experts are at least fp32. ``output``:
+    return ``out`` of the forward pass too, from the same products.
     """
     options = {"alpha": alpha, "limit": limit, "interleaved": interleaved}
-    given = {"x": x, "w_gate_up": w_gate_up, "w_down": w_down, "topk_weights": topk_weights}
+    given = {"w_gate_up": w_gate_up, "w_down": w_down, "topk_weights": topk_weights}
     given.update({n: b for n, b in (("bias_gate_up", bias_gate_up), ("bias_down", bias_down)) if b is not None})
     dtype = dtype or x.dtype
     between = torch.promote_types(dtype, torch.float32)
     do, x = do.to(dtype), x.to(dtype)
     found = {name: torch.zeros(tensor.shape, dtype=dtype, device=x.device) for name, tensor in given.items()}
-    dx = torch.zeros(x.shape, dtype=between, device=x.device)
+    rows_of = {name: torch.zeros(x.shape, dtype=between, device=x.device) for name in ("x", *["out"] * output)}
     for e in torch.unique(topk_ids).tolist():
         if not 0 <= e < w_gate_up.shape[0]:
             continue
-        tokens, slots = torch.where(topk_ids == e)
-        rows, do_rows = x[tokens], do[tokens]
         up, down = w_gate_up[e].to(dtype), w_down[e].to(dtype)
-        product = F.linear(rows, up, None if bias_gate_up is None else bias_gate_up[e].to(dtype))
-        product = product.to(between)
-        h = activate(product, activation, **options).to(dtype)  # type: ignore[arg-type]
-        da, weight = (do_rows @ down).to(between), topk_weights[tokens, slots, None].to(between)
-        by_gate, by_up = activation_slopes(product, activation, **options)  # type: ignore[arg-type]
-        parts = ((da * weight * by_gate).to(dtype), (da * weight * by_up).to(dtype))
-        if activation not in GATED:
-            dproduct = parts[1]
-        else:
-            dproduct = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
-        dx.index_add_(0, tokens, (dproduct @ up).to(between))
-        found["w_gate_up"][e] = dproduct.t() @ rows
-        weighted = (do_rows * weight).to(dtype)
-        found["w_down"][e] = weighted.t() @ h
-        y = F.linear(h, down, None if bias_down is None else bias_down[e].to(dtype))
-        found["topk_weights"][tokens, slots] = (do_rows.to(between) * y).sum(-1).to(dtype)
-        if bias_gate_up is not None:
-            found["bias_gate_up"][e] = dproduct.sum(0)
-        if bias_down is not None:
-            found["bias_down"][e] = weighted.sum(0)
-    found["x"] = dx.to(dtype)
-    return found
+        bias_up, bias = (None if each is None else each[e].to(dtype) for each in (bias_gate_up, bias_down))
+        for tokens, slots in pairs_of(topk_ids == e, rows_at_once(w_gate_up.shape[1], dtype)):
+            rows, do_rows = x[tokens], do[tokens]
+            product = F.linear(rows, up, bias_up).to(between)
+            h = activate(product, activation, **options).to(dtype)  # type: ignore[arg-type]
+            weight = topk_weights[tokens, slots, None].to(between)
+            da = (do_rows @ down).to(between) * weight
+            slopes = activation_slopes(product, activation, **options)  # type: ignore[arg-type]
+            dproduct = joined([(da * slope).to(dtype) for slope in slopes], interleaved=interleaved)
+            rows_of["x"].index_add_(0, tokens, (dproduct @ up).to(between))
+            found["w_gate_up"][e].addmm_(dproduct.t(), rows)
+            weighted = (do_rows * weight).to(dtype)
+            found["w_down"][e].addmm_(weighted.t(), h)
+            y = F.linear(h, down, bias)
+            found["topk_weights"][tokens, slots] = (do_rows.to(between) * y).sum(-1).to(dtype)
+            if output:
+                rows_of["out"].index_add_(0, tokens, y * weight)
+            for name, gradient in (("bias_gate_up", dproduct), ("bias_down", weighted)):
+                if name in found:
+                    found[name][e] += gradient.sum(0)
+    return {**found, **{name: rows.to(dtype) for name, rows in rows_of.items()}}

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _KINDS = {int: "a valid integer", float: "a valid number", str: "a text", bool: "true or false", list: "a list"}
+_ELEMENTS_AT_ONCE = 2**27  # 1 GiB in fp64
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -161,9 +162,15 @@ class KernelOperator:
         """
         if exact.numel() == 0:
             return 0.0
-        exact32 = exact.float()
-        noise = ((exact32 + 0.3 - 0.3) - exact32).abs().max().item()
-        return 2 * (low_precision.double() - exact).abs().max().item() + 2 * noise
+        noise, errors = [], []
+        # In parts: in fp64 a few tensors of the size of all gradients may not fit.
+        for right, low in zip(
+            *(torch.split(x.flatten(), _ELEMENTS_AT_ONCE) for x in (exact, low_precision)), strict=True
+        ):
+            right32 = right.float()
+            noise.append(((right32 + 0.3 - 0.3) - right32).abs().max())
+            errors.append((low.double() - right).abs().max())
+        return 2 * torch.stack(errors).max().item() + 2 * torch.stack(noise).max().item()
 
     def peak_tflops_key(self, problem: Any) -> str:
         """Return the rate that bounds a problem; fp32 may run on the tf32 units."""

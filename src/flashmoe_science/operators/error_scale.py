@@ -75,9 +75,9 @@ class Estimate:
         found = replace(self, bound=self.bound + bound, variance=variance)
         return found.with_error(*more) if more else found
 
-    def rounded(self, to: Format) -> Estimate:
-        """Return the same, rounded."""
-        return self.with_error(to.rounding(self.value))
+    def rounded(self, to: Format, *, times: int = 1) -> Estimate:
+        """Return the same, rounded so many times."""
+        return self.with_error(*[to.rounding(self.value)] * times)
 
     def times(self, factor: Tensor | float) -> Estimate:
         """Return the product with exact factors, one for each number, or one that broadcasts."""
@@ -89,9 +89,16 @@ class Estimate:
         bound, variance = self.bound + other.bound, self.variance + other.variance
         return Estimate(self.value + other.value, bound, variance, self.wide + other.wide)
 
-    def multiplied(self, matrix: Tensor) -> Estimate:
-        """Return the matrix product with an exact ``matrix``, summed in fp32."""
-        size, terms = matrix.abs(), self.value.shape[-1]
+    def add_(self, other: Estimate) -> None:
+        """Add another in place, whose errors are independent."""
+        self.value += other.value
+        self.bound += other.bound
+        self.variance += other.variance
+        self.wide += other.wide
+
+    def multiplied(self, matrix: Tensor, *, terms: int | None = None) -> Estimate:
+        """Return the matrix product with an exact ``matrix``, summed in fp32, or a part of sums of ``terms``."""
+        size, terms = matrix.abs(), self.value.shape[-1] if terms is None else terms
         wide = (WIDE * (FIRST_SUMS + math.sqrt(terms)) * self.value.abs() + self.wide) @ size
         return Estimate(self.value @ matrix, self.bound @ size, self.variance @ matrix.square(), wide)
 
@@ -132,6 +139,15 @@ def root_mean_square(rows: Tensor) -> Tensor:
 
 def independent_terms(variance: Tensor, dim: int = -1) -> Tensor:
     """Return how many equal terms have the same spread as the terms of each sum, at least 1; ``dim`` is kept."""
-    total = variance.sum(dim, keepdim=True)
+    return terms_of(*spread_of(variance, dim))
+
+
+def spread_of(variance: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Return the sums of terms and of their squares, from which ``terms_of`` follows; ``dim`` is kept."""
     squares = torch.linalg.vector_norm(variance, dim=dim, keepdim=True).square()
+    return variance.sum(dim, keepdim=True), squares
+
+
+def terms_of(total: Tensor, squares: Tensor) -> Tensor:
+    """Return what ``independent_terms`` does, of the sums of terms and of their squares."""
     return torch.where(squares > 0, total.square() / squares, 1.0)

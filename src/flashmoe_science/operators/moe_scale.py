@@ -6,7 +6,7 @@ a token's experts. A fused kernel rounds less often. What is allowed is what all
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,21 +14,23 @@ import torch
 from torch import Tensor
 
 from ..gpu.ambient import without_autocast
-from ..moe.problem import GATED
-from ..moe.reference import activate, activation_slopes
-from .error_scale import WIDE, Estimate, Format, Scale, coarse_products, independent_terms
+from ..moe.reference import activate, halves_of, joined, pairs_of, slopes_of_halves
+from .error_scale import WIDE, Estimate, Format, Scale, coarse_products, independent_terms, spread_of, terms_of
 
 # A function in fp32 errs by so much of the size of its arguments, also where it is close to 0, as GELU's tail is.
 _OF_FUNCTION = 4 * WIDE
 _POWER = {1: 2, 2: 1}  # of the size of arguments, by their number: relu2 and gated activations are products of two
 _STEPS_OF_SLOPE = 3  # roundings of an eager run on the way from the gradient of h to that of the first product
+_ELEMENTS_AT_ONCE = 2**25  # of the first product: 128 MiB, of which some 30 are alive at once
 
 
 @dataclass(frozen=True)
-class _Expert:
-    """One expert, and the pairs that go to it: R rows."""
+class _Pairs:
+    """Some pairs that go to one expert: R rows."""
 
-    name: int
+    expert: int
+    of: int  # how many go to it in all
+    is_last: bool  # of the parts of its pairs
     tokens: Tensor | slice  # of its rows
     slots: Tensor | None  # None: of a shared expert
     x: Tensor  # [R, HID]
@@ -39,23 +41,31 @@ class _Expert:
     bias: Tensor | None  # [HID], of the output
 
 
-def _experts(inputs: Mapping[str, Tensor], low: Format) -> Iterator[_Expert]:
-    """Yield the experts that have tokens, and those that all tokens share."""
-    x, ids, weights = inputs["x"].float(), inputs["topk_ids"], inputs["topk_weights"].float()
+def _pairs(inputs: Mapping[str, Tensor], low: Format) -> Iterator[_Pairs]:
+    """Yield the pairs of experts that have tokens, some at a time, and those of experts that all tokens share."""
+    x, ids, weights = inputs["x"], inputs["topk_ids"], inputs["topk_weights"].float()
     biases = inputs.get("bias_gate_up"), inputs.get("bias_down")
+    at_once = max(1, _ELEMENTS_AT_ONCE // inputs["w_gate_up"].shape[1])
     for e in torch.unique(ids).tolist():
         if not 0 <= e < inputs["w_gate_up"].shape[0]:
             continue
-        tokens, slots = torch.where(ids == e)
         up, down = inputs["w_gate_up"][e].float(), inputs["w_down"][e].float()
         bias_up, bias = (None if each is None else each[e].float() for each in biases)
-        product = _product(x[tokens], up, bias_up, low)
-        yield _Expert(e, tokens, slots, x[tokens], up, down, weights[tokens, slots, None], product, bias)
+        parts = [*pairs_of(ids == e, at_once)]
+        count = sum(len(tokens) for tokens, _ in parts)
+        for place, (tokens, slots) in enumerate(parts, 1):
+            rows, factor = x[tokens].float(), weights[tokens, slots, None]
+            product = _product(rows, up, bias_up, low)
+            yield _Pairs(e, count, place == len(parts), tokens, slots, rows, up, down, factor, product, bias)
     for s in range(inputs["shared_gate_up"].shape[0] if "shared_gate_up" in inputs else 0):
         up, down = inputs["shared_gate_up"][s].float(), inputs["shared_down"][s].float()
-        shared = inputs.get("shared_weights")
-        factor = torch.ones_like(weights[:, :1]) if shared is None else shared[:, s, None].float()
-        yield _Expert(s, slice(None), None, x, up, down, factor, _product(x, up, None, low), None)
+        shared, at_once = inputs.get("shared_weights"), max(1, _ELEMENTS_AT_ONCE // up.shape[0])
+        for first in range(0, x.shape[0], at_once):
+            span = slice(first, first + at_once)
+            rows, is_last = x[span].float(), first + at_once >= x.shape[0]
+            factor = torch.ones_like(rows[:, :1]) if shared is None else shared[span, s, None].float()
+            product = _product(rows, up, None, low)
+            yield _Pairs(s, x.shape[0], is_last, span, None, rows, up, down, factor, product, None)
 
 
 def _product(x: Tensor, up: Tensor, bias: Tensor | None, low: Format) -> Estimate:
@@ -67,43 +77,75 @@ def _product(x: Tensor, up: Tensor, bias: Tensor | None, low: Format) -> Estimat
     return replace(product, value=product.value + bias).rounded(low)
 
 
-def _slopes(product: Tensor, options: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Return the derivatives of the activation by the columns of its product: two where there is a gate."""
-    found = activation_slopes(product, **options)
-    return found if options["activation"] in GATED else found[:1]
+class _Activation:
+    """The activation of a call: what it makes of products whose gate and up columns lie apart."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        """``options``: activation, alpha, limit and interleaved."""
+        self._options = options
+        self._name: str = options["activation"]
+        self._interleaved: bool = options["interleaved"]
+
+    def halves(self, product: Tensor) -> tuple[Tensor, ...]:
+        """Return gate and up columns, or all columns where there is no gate."""
+        return halves_of(product, self._name, interleaved=self._interleaved)
+
+    def joined(self, halves: Sequence[Tensor]) -> Tensor:
+        """Return the inverse of ``halves``."""
+        return joined(halves, interleaved=self._interleaved)
+
+    def slopes(self, halves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the derivatives by each half."""
+        return slopes_of_halves(halves, self._name, alpha=self._options["alpha"], limit=self._options["limit"])
+
+    def size(self, product: Tensor) -> Tensor:
+        """Return the size of the arguments."""
+        return torch.stack([half.abs() + 1 for half in self.halves(product)]).prod(0)
+
+    def forward(self, product: Estimate, low: Format) -> Estimate:
+        """Return h, rounded after each of its two steps."""
+        h = Estimate.exact(activate(product.value, **self._options))
+        slopes = self.slopes(self.halves(product.value))
+        parts = [*zip(*(self.halves(each) for each in (product.bound, product.variance)), strict=True)]
+        for slope, (bound, variance) in zip(slopes, parts, strict=True):
+            h.bound = h.bound + bound * slope.abs()
+            h.variance = h.variance + variance * slope.square()
+        size = self.size(product.value) ** _POWER[len(slopes)]
+        return h.with_error(_OF_FUNCTION * size).rounded(low, times=2)
+
+    def backward(self, da: Estimate, product: Estimate, low: Format) -> Estimate:
+        """Return the gradient of the first product, whose own error changes the slopes."""
+        slopes = self.slopes(self.halves(product.value))
+        changes = [torch.zeros_like(slope) for slope in slopes]
+        for side, bound in enumerate(self.halves(product.bound)):
+            for sign in (-1, 1):
+                # Of the layout of the product: a CPU rounds functions of dense and of strided tensors differently.
+                moved = self.halves(product.value.clone())
+                moved[side].add_(bound, alpha=sign)
+                new = self.slopes(moved)
+                changes = [torch.maximum(c, (n - s).abs()) for c, n, s in zip(changes, new, slopes, strict=True)]
+        error = _OF_FUNCTION * self.size(product.value)
+        parts = [
+            da.times(slope)
+            .with_error(da.value.abs() * (change * len(slopes) + error))
+            .rounded(low, times=_STEPS_OF_SLOPE)
+            for slope, change in zip(slopes, changes, strict=True)
+        ]
+        names = ("value", "bound", "variance", "wide")
+        return Estimate(*(self.joined([getattr(part, name) for part in parts]) for name in names))
 
 
-def _halves(product: Tensor, options: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Return gate and up columns, or all columns where there is no gate."""
-    if options["activation"] not in GATED:
-        return (product,)
-    return (product[..., 0::2], product[..., 1::2]) if options["interleaved"] else product.chunk(2, -1)
-
-
-def _joined(halves: list[Tensor], options: dict[str, Any]) -> Tensor:
-    """Return the inverse of ``_halves``."""
-    if options["activation"] not in GATED:
-        return halves[0]
-    return torch.stack(halves, -1).flatten(-2) if options["interleaved"] else torch.cat(halves, -1)
-
-
-def _activated(product: Estimate, options: dict[str, Any], low: Format) -> Estimate:
-    """Return h, rounded after each of its two steps."""
-    h = Estimate.exact(activate(product.value, **options))
-    parts = [*zip(*(_halves(each, options) for each in (product.bound, product.variance)), strict=True)]
-    for slope, (bound, variance) in zip(_slopes(product.value, options), parts, strict=True):
-        h.bound = h.bound + bound * slope.abs()
-        h.variance = h.variance + variance * slope.square()
-    size = torch.stack([half.abs() + 1 for half in _halves(product.value, options)]).prod(0) ** _POWER[len(parts)]
-    return h.with_error(_OF_FUNCTION * size).rounded(low).rounded(low)
-
-
-def _output(h: Estimate, expert: _Expert, low: Format) -> Estimate:
+def _output(h: Estimate, pairs: _Pairs, low: Format) -> Estimate:
     """Return the output of an expert, before it is weighted."""
-    y = h.multiplied(expert.down.T).rounded(low)
-    if expert.bias is not None:
-        y = replace(y, value=y.value + expert.bias).rounded(low)
+    y = h.multiplied(pairs.down.T).rounded(low)
+    if pairs.bias is not None:
+        y = replace(y, value=y.value + pairs.bias).rounded(low)
     return y
+
+
+def _weighted(y: Estimate, weights: Tensor, low: Format) -> Estimate:
+    """Return the product with the routing weights: they are rounded, and so is the product."""
+    return y.times(weights).rounded(low, times=2)
 
 
 class _Rows:
@@ -120,8 +162,45 @@ class _Rows:
             part[tokens] = new
         self._terms[tokens] = torch.minimum(self._terms[tokens], independent)
 
+    def add_output(self, h: Estimate, y: Estimate, pairs: _Pairs) -> None:
+        """Add the output of an expert, weighted."""
+        terms = independent_terms(h.variance * pairs.down.square().sum(0))
+        self.add(pairs.tokens, _weighted(y, pairs.weights, self._low), terms)
+
     def scale(self) -> Scale:
         return Estimate(*self._parts).scale(self._terms)
+
+
+class _Sum:
+    """A gradient of the weights of one expert, ``[N, M]``, or of a bias, M = 1: a sum over pairs, some at a time."""
+
+    def __init__(self) -> None:
+        self._sum: Estimate | None = None
+        self._spread = (torch.zeros(()), torch.zeros(()))
+
+    def add(self, left: Estimate, right: Tensor | Estimate, pairs: _Pairs) -> None:
+        """Add ``left.T @ right``: both have R rows, and are summed over rows in fp32."""
+        columns, value = left.map(lambda x: x.T), right.value if isinstance(right, Estimate) else right
+        product = columns.multiplied(value, terms=pairs.of)
+        if isinstance(right, Estimate):
+            product.bound.addmm_(columns.value.abs(), right.bound)
+            product.variance.addmm_(columns.value.square(), right.variance)
+        spread = spread_of(left.variance * value.square().sum(-1, keepdim=True), 0)
+        if self._sum is None:
+            self._sum, self._spread = product, spread
+        else:
+            self._sum.add_(product)
+            self._spread = self._spread[0] + spread[0], self._spread[1] + spread[1]
+
+    def store(self, scale: Scale, place: int, low: Format) -> None:
+        """Write what is allowed, and begin anew."""
+        assert self._sum is not None
+        if scale.largest.dim() == 2:  # of a bias: one row
+            some = self._sum.map(lambda x: x[:, 0]).rounded(low).scale(torch.inf)
+        else:
+            some = self._sum.rounded(low).scale(terms_of(*self._spread).T)
+        scale.largest[place], scale.rms[place] = some.largest, some.rms
+        self._sum = None
 
 
 @without_autocast
@@ -133,103 +212,69 @@ def experts_scale(inputs: Mapping[str, Tensor], options: dict[str, Any]) -> Scal
         inputs: tensors by the names of ``fused_moe``.
         options: activation, alpha, limit and interleaved, all of them.
     """
-    low = Format.of(inputs["x"].dtype)
+    low, activation = Format.of(inputs["x"].dtype), _Activation(options)
     out = _Rows(inputs["x"], low)
-    for expert in _experts(inputs, low):
-        h = _activated(expert.product, options, low)
-        y = _output(h, expert, low).times(expert.weights)
-        weighted = y.with_error(low.rounding(y.value), low.rounding(y.value))  # the weight, and the product with it
-        out.add(expert.tokens, weighted, independent_terms(h.variance * expert.down.square().sum(0)))
+    for pairs in _pairs(inputs, low):
+        h = activation.forward(pairs.product, low)
+        out.add_output(h, _output(h, pairs, low), pairs)
     return out.scale()
 
 
 @without_autocast
 @coarse_products
 def expert_gradients_scale(
-    inputs: Mapping[str, Tensor], options: dict[str, Any], *, of_tokens: bool = True, of_experts: bool = True
+    inputs: Mapping[str, Tensor],
+    options: dict[str, Any],
+    *,
+    of_tokens: bool = True,
+    of_experts: bool = True,
+    output: bool = False,
 ) -> dict[str, Scale]:
     """Return what is allowed in the gradient of each input, by its name; ``inputs`` have ``do`` besides.
 
-    ``of_tokens``: of x and the routing weights. ``of_experts``: of all others.
+    ``of_tokens``: of x and the routing weights. ``of_experts``: of all others. ``output``: of ``out`` too, beside those
+    of tokens.
     """
-    low = Format.of(inputs["x"].dtype)
+    low, activation = Format.of(inputs["x"].dtype), _Activation(options)
     names = (*["topk_weights"] * of_tokens, *("w_gate_up", "w_down", "bias_gate_up", "bias_down") * of_experts)
     found = {name: _nothing(inputs[name]) for name in names if name in inputs}
-    dx = _Rows(inputs["x"], low)
-    for expert in _experts(inputs, low):
-        assert expert.slots is not None
-        do = inputs["do"][expert.tokens].float()
-        h = _activated(expert.product, options, low)
-        dy = Estimate.exact(do * expert.weights)
-        dy = dy.with_error(low.rounding(dy.value), low.rounding(dy.value))
-        da = dy.multiplied(expert.down).rounded(low)
-        dproduct = _through_activation(da, expert.product, options, low)
+    rows = {name: _Rows(inputs["x"], low) for name in (*["x"] * of_tokens, *["out"] * output)}
+    sums = {name: _Sum() for name in found if name != "topk_weights"}
+    for pairs in _pairs(inputs, low):
+        assert pairs.slots is not None
+        do = inputs["do"][pairs.tokens].float()
+        h = activation.forward(pairs.product, low)
+        dy = _weighted(Estimate.exact(do), pairs.weights, low)
+        da = dy.multiplied(pairs.down).rounded(low)
+        dproduct = activation.backward(da, pairs.product, low)
         if of_tokens:
-            terms = independent_terms(dproduct.variance * expert.up.square().sum(-1))
-            dx.add(expert.tokens, dproduct.multiplied(expert.up).rounded(low), terms)
-            scale = _weight_gradient(do, _output(h, expert, low), h, da, expert.weights, low)
-            found["topk_weights"].largest[expert.tokens, expert.slots] = scale.largest[:, 0]
-        if not of_experts:
-            continue
-        columns = {
-            "w_gate_up": (dproduct, expert.x, dproduct.map(lambda x: x.T).multiplied(expert.x)),
-            "w_down": (dy, h.value, _product_of_two(dy, h)),
+            terms = independent_terms(dproduct.variance * pairs.up.square().sum(-1))
+            rows["x"].add(pairs.tokens, dproduct.multiplied(pairs.up).rounded(low), terms)
+            y = _output(h, pairs, low)
+            if output:
+                rows["out"].add_output(h, y, pairs)
+            scale = _weight_gradient(do, y, h, da, pairs.weights, low)
+            found["topk_weights"].largest[pairs.tokens, pairs.slots] = scale.largest[:, 0]
+        ones = torch.ones_like(do[:, :1])
+        factors: dict[str, tuple[Estimate, Tensor | Estimate]] = {
+            "w_gate_up": (dproduct, pairs.x),
+            "w_down": (dy, h),
+            "bias_gate_up": (dproduct, ones),
+            "bias_down": (dy, ones),
         }
-        for name, (left, right, product) in columns.items():
-            terms = independent_terms(left.variance * right.square().sum(-1, keepdim=True), 0).T
-            _set(found[name], expert.name, product.rounded(low), terms)
-        for name, gradient in (("bias_gate_up", dproduct), ("bias_down", dy)):
-            if name in found:
-                ones = torch.ones(gradient.value.shape[0], 1, device=do.device)
-                _set(found[name], expert.name, gradient.map(lambda x: x.T).multiplied(ones).rounded(low), None)
-    if not of_tokens:
-        return found
-    found["topk_weights"].rms.copy_(found["topk_weights"].largest.square().mean(-1, keepdim=True).sqrt())
-    return {"x": dx.scale(), **found}
+        for name, each in sums.items():
+            each.add(*factors[name], pairs)
+            if pairs.is_last:
+                each.store(found[name], pairs.expert, low)
+    if of_tokens:
+        found["topk_weights"].rms.copy_(found["topk_weights"].largest.square().mean(-1, keepdim=True).sqrt())
+    return {**found, **{name: each.scale() for name, each in rows.items()}}
 
 
 def _nothing(like: Tensor) -> Scale:
     """Return that no error is allowed: of experts without a token gradients are 0."""
     zeros = torch.zeros(like.shape, device=like.device)
     return Scale(zeros, torch.zeros((*like.shape[:-1], 1), device=like.device))
-
-
-def _set(scale: Scale, place: int, estimate: Estimate, terms: Tensor | None) -> None:
-    if scale.largest.dim() == 2:  # of a bias: one row
-        estimate = Estimate(
-            *(part[:, 0] for part in (estimate.value, estimate.bound, estimate.variance, estimate.wide))
-        )
-    some = estimate.scale(torch.inf if terms is None else terms)
-    scale.largest[place], scale.rms[place] = some.largest, some.rms
-
-
-def _product_of_two(left: Estimate, right: Estimate) -> Estimate:
-    """Return ``left.T @ right``, summed over rows in fp32, where both have errors."""
-    product = left.map(lambda x: x.T).multiplied(right.value)
-    product.bound = product.bound + left.value.abs().T @ right.bound
-    product.variance = product.variance + left.value.square().T @ right.variance
-    return product
-
-
-def _through_activation(da: Estimate, product: Estimate, options: dict[str, Any], low: Format) -> Estimate:
-    """Return the gradient of the first product, whose own error changes the slopes."""
-    slopes = _slopes(product.value, options)
-    changes = [torch.zeros_like(slope) for slope in slopes]
-    for side, half in enumerate(_halves(product.bound, options)):
-        for sign in (-1, 1):
-            moved = [torch.zeros_like(half) for _ in slopes]
-            moved[side] = sign * half
-            new = _slopes(product.value + _joined(moved, options), options)
-            changes = [torch.maximum(c, (n - s).abs()) for c, n, s in zip(changes, new, slopes, strict=True)]
-    size = torch.stack([half.abs() + 1 for half in _halves(product.value, options)]).prod(0)
-    parts = []
-    for slope, change in zip(slopes, changes, strict=True):
-        part = da.times(slope).with_error(da.value.abs() * (change * len(slopes) + _OF_FUNCTION * size))
-        for _ in range(_STEPS_OF_SLOPE):
-            part = part.rounded(low)
-        parts.append(part)
-    names = ("value", "bound", "variance", "wide")
-    return Estimate(*(_joined([getattr(part, name) for part in parts], options) for name in names))
 
 
 def _weight_gradient(do: Tensor, y: Estimate, h: Estimate, da: Estimate, weights: Tensor, low: Format) -> Scale:

@@ -16,9 +16,11 @@ import torch.distributed as dist
 
 from ...distributed import ExpertParallel
 from ...gpu.planning import Work
+from ...moe import reference
 from ..base import DTYPES
 from ..baselines.all_to_all import BASELINES
 from ..baselines.base import Inputs
+from ..baselines.moe import options_of
 from ..error_scale import Scale
 from ..moe import OPERATOR as FORWARD, MoeOperator, activation_of
 from ..moe_backward import OPERATOR as BACKWARD
@@ -137,14 +139,13 @@ class ExpertParallelOperator(OperatorOverRanks):
     def exact(self, problem: RankedProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
         """Return the whole answer in fp64."""
         mine = _of_rank(inputs, _TOKENS, problem.ranks)
-        out = _of_all_ranks(FORWARD.exact(problem.whole, _plain(mine)))
         if not problem.gradients:
-            return (out,)
-        given = {**mine, "product": mine["x"]}  # which it takes out: it is computed anew
-        dx, *dweights, drouting = BACKWARD.exact(problem.whole, given)
-        for each in dweights if dist.is_initialized() else ():
-            dist.all_reduce(each)
-        return (out, _of_all_ranks(dx), *dweights, _of_all_ranks(drouting))
+            return (_of_all_ranks(FORWARD.exact(problem.whole, mine)),)
+        arguments: dict[str, Any] = {**mine, **options_of(problem.whole)}
+        found = reference.moe_gradients(**arguments, dtype=torch.float64, output=True)
+        for name in _WEIGHTS if dist.is_initialized() else ():
+            dist.all_reduce(found[name])
+        return tuple(found[name] if name in _WEIGHTS else _of_all_ranks(found[name]) for name in ("out", *_LEAVES))
 
     def low_precision(self, problem: RankedProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
         """Return the framework's whole answer in the problem's dtype."""
@@ -154,9 +155,10 @@ class ExpertParallelOperator(OperatorOverRanks):
     def error_scale(self, problem: RankedProblem, inputs: Inputs) -> tuple[Scale, ...]:
         """Return what is allowed in each element of the whole answer."""
         options, mine = activation_of(problem.whole), _of_rank(inputs, _TOKENS, problem.ranks)
-        found = {"out": experts_scale(_plain(mine), options)}
-        if problem.gradients:
-            found |= expert_gradients_scale(mine, options, of_experts=False)
+        if not problem.gradients:
+            found = {"out": experts_scale(mine, options)}
+        else:
+            found = expert_gradients_scale(mine, options, of_experts=False, output=True)
             mine = _of_rank(inputs, _WEIGHTS, problem.ranks)
             mine["topk_ids"] = inputs["topk_ids"] - rank_here() * mine["w_down"].shape[0]  # others are none here
             found |= expert_gradients_scale(mine, options, of_tokens=False)

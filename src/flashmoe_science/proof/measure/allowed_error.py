@@ -125,8 +125,9 @@ class _Draw:
     @classmethod
     def of(cls, operator: Operator, problem: Any, inputs: Inputs, names: Sequence[str]) -> _Draw:
         """Ask it. Raises ``ProofError`` where an answer has the wrong form."""
-        exact = known_parts(operator, "exact", operator.exact(problem, inputs), names)
+        # This first: autograd through a framework's run keeps much until it ends, and fp64 is large.
         low = known_parts(operator, "low_precision", operator.low_precision(problem, inputs), names)
+        exact = known_parts(operator, "exact", operator.exact(problem, inputs), names)
         for right, part in zip(exact, low, strict=True):
             if right.shape != part.shape:
                 shapes = f"got {list(right.shape)} and {list(part.shape)}"
@@ -175,7 +176,7 @@ def _scales_of(
     error_scale = getattr(operator, "error_scale", None)  # not by isinstance: a revision's operator hands it on
     if error_scale is None:
         return None
-    scales = tuple(Allowed(*each) for each in error_scale(problem, inputs))
+    scales = [Allowed(*each) for each in error_scale(problem, inputs)]
     if len(scales) != len(exact):
         raise ProofError(f"error_scale of {operator.name} must return one for each of {len(exact)} outputs")
     for scale, right in zip(scales, exact, strict=True):
@@ -184,15 +185,18 @@ def _scales_of(
             raise ProofError(f"error_scale of {operator.name} must have the output's shape {expected}, got {shape}")
         if not bool(torch.isfinite(scale.largest).all()):
             raise ProofError(f"error_scale of {operator.name} must be finite")
-    return tuple(_with_least(*pair) for pair in zip(scales, exact, strict=True))
+    for place, right in enumerate(exact):  # one after another: a gradient of all weights is large
+        scales[place] = _with_least(scales[place], right)
+    return tuple(scales)
 
 
 def _with_least(scale: Allowed, exact: torch.Tensor) -> Allowed:
     """Allow the least error in elements that are not 0. Where nothing adds to an element, it has to be 0."""
     if not exact.numel():
         return scale
-    least = _LEAST_ERROR * (exact != 0)
-    return Allowed(scale.largest + least, None if scale.rms is None else scale.rms + least.amax(-1, keepdim=True))
+    some = exact != 0
+    largest = torch.add(scale.largest, some, alpha=_LEAST_ERROR)
+    return Allowed(largest, None if scale.rms is None else scale.rms + _LEAST_ERROR * some.any(-1, keepdim=True))
 
 
 def _expect_by_scale(operator: Operator, name: str, draw: _Draw, index: int, scale: Allowed) -> Expected:

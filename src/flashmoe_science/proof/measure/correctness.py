@@ -43,6 +43,7 @@ _FRESH_MEMORY = frozenset(
 )
 
 _REPLAY = "a replay of its CUDA graph"
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by the bytes of an element; int64 of others
 _FEW = 8  # elements: so few can be the same by chance
 
 NAN_BYTE = 0xFF  # bytes of it read as NaN in every floating-point format, of 16 bits too
@@ -100,33 +101,37 @@ def _check_calls(
 
     call = operator.bind(entry, problem, inputs)
     wanted = find_expected(operator, problem, inputs, part)
-    first = run(call, inputs, wanted, "the first call", poison_all=device == "cpu")
+    run(call, inputs, wanted, "the first call", poison_all=device == "cpu")
     for name, tensor in inputs.items():
         # Through .data the version counter does not change: a cache keyed on it gets no warning.
         tensor.data.copy_(others[name])
-    del others
+    del others, wanted  # fp64 of two may not fit
     wanted = find_expected(operator, problem, inputs, part)
     second = run(call, inputs, wanted, "new values at the same addresses")
 
-    moved = {name: tensor.clone(memory_format=torch.preserve_format) for name, tensor in inputs.items()}
+    moved = _copied(inputs)
     call = operator.bind(entry, problem, moved)
-    third = run(call, moved, wanted, "the same values at new addresses")
+    third = run(call, moved, wanted, "the same values at new addresses", before=inputs)
+    again = "the same call again, with gradients on"
     with torch.enable_grad():
-        fourth = run(call, moved, wanted, "the same call again, with gradients on", poison_all=device == "cpu")
+        fourth = run(call, moved, wanted, again, before=inputs, poison_all=device == "cpu")
+    del inputs
     same = all(_same_bits(a, b) for other in (third, fourth) for a, b in zip(second, other, strict=True))
+    del second, third, fourth, wanted
     accuracy, fault = run.accuracy(deterministic=same), ""
     shown: Accuracy | None = accuracy
     try:
         if capture is not None:
-            check_replay(operator, call, problem, moved, capture, seed=seed + 2, part=part)
-        run.check_earlier_outputs()
+            compare = run.find_changed_outputs
+            check_replay(operator, call, problem, moved, capture, seed=seed + 2, part=part, replayed=compare)
+        if changed := run.find_changed_outputs():
+            raise WrongResultError(changed)
     except WrongResultError as error:
         fault, shown = str(error), None
     if not fault and deterministic and not same:
         fault = "the same input gave other bits, and determinism was promised"
     if fault := agree(fault, "after all calls"):
         raise WrongResultError(fault, shown)
-    del first
     return accuracy
 
 
@@ -139,13 +144,14 @@ def check_replay(
     *,
     seed: int,
     part: Part | None = None,
+    replayed: Callable[[], object] = lambda: None,
 ) -> None:
     """Capture a call in a CUDA graph, replay it with other values in the same inputs, and judge the answer.
 
     Times are taken of such replays: a kernel that chooses another one while it is captured is judged by that. A call
-    that no graph can hold is gate launch's to report. Raises ``WrongResultError``.
+    that no graph can hold is gate launch's to report. ``replayed`` is called once that is done, before what is right
+    takes its memory. Raises ``WrongResultError``.
     """
-    others = operator.make_inputs(problem, seed=seed, device="cuda")
     graph = None
     try:
         graph = capture(call)
@@ -154,11 +160,14 @@ def check_replay(
     if not all(meet(graph is not None, "a graph captured")) or graph is None:
         return
     try:
+        others = operator.make_inputs(problem, seed=seed, device="cuda")
         for name, tensor in inputs.items():
             tensor.data.copy_(others[name])
-        wanted = find_expected(operator, problem, inputs, part)
+        del others
         graph.poison_outputs()
         graph.replay_once()
+        replayed()
+        wanted = find_expected(operator, problem, inputs, part)
         (answer,) = graph.outputs
         for output, each in zip(_check_form(answer, wanted, "cuda", _REPLAY), wanted, strict=True):
             _, fault = judge(output, each)
@@ -221,6 +230,7 @@ class _Runner:
         self._device = device
         self._refusals = refusals
         self._outputs: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # which call, output, copy made at once
+        self._changed = ""
         self._worst: dict[str, OutputAccuracy] = {}  # by output
 
     def __call__(
@@ -230,13 +240,17 @@ class _Runner:
         expected: ExpectedOutputs,
         which: str,
         *,
+        before: Inputs | None = None,
         poison_all: bool = False,
     ) -> tuple[torch.Tensor, ...]:
-        """Make one call. Raises ``WrongResultError``, on all ranks where one of them is wrong."""
+        """Make one call. Raises ``WrongResultError``, on all ranks where one of them is wrong.
+
+        ``before``: a copy of the inputs, where there is one.
+        """
         fault, accuracy = "", None
         outputs: tuple[torch.Tensor, ...] = ()
         try:
-            outputs = self._call(call, inputs, expected, which, poison_all=poison_all)
+            outputs = self._call(call, inputs, expected, which, before, poison_all=poison_all)
         except WrongResultError as error:
             fault, accuracy = str(error), error.accuracy
         if fault := agree(fault, which):
@@ -244,9 +258,17 @@ class _Runner:
         return outputs
 
     def _call(
-        self, call: Callable[[], Any], inputs: Inputs, expected: ExpectedOutputs, which: str, *, poison_all: bool
+        self,
+        call: Callable[[], Any],
+        inputs: Inputs,
+        expected: ExpectedOutputs,
+        which: str,
+        before: Inputs | None,
+        *,
+        poison_all: bool,
     ) -> tuple[torch.Tensor, ...]:
-        before = {name: tensor.clone(memory_format=torch.preserve_format) for name, tensor in inputs.items()}
+        if before is None:
+            before = _copied(inputs)
         shared = SharedState()
         poison_free_memory(self._device, *(wanted.nbytes for wanted in expected))
         try:
@@ -265,10 +287,10 @@ class _Runner:
         for name, tensor in inputs.items():
             if not _same_bits(tensor, before[name]):
                 raise WrongResultError(f"{which}: the input {name} was overwritten")
+        del before
         for output, wanted in zip(outputs, expected, strict=True):
             self._check_error(output, wanted, wanted.within(which))
-            copy = output.clone(memory_format=torch.preserve_format)
-            self._outputs.append((wanted.within(which), output, copy))
+            self._outputs.append((wanted.within(which), output, self._copy_of(output)))
         return outputs
 
     def _check_error(self, output: torch.Tensor, wanted: Expected, which: str) -> None:
@@ -285,12 +307,19 @@ class _Runner:
         """Return the largest errors of all calls."""
         return accuracy_of(self._worst, deterministic=deterministic)
 
-    def check_earlier_outputs(self) -> None:
-        """Compare every output with the copy made when it came. Raises ``WrongResultError``."""
-        for which, output, copy in self._outputs:
-            if not _same_bits(output, copy):
-                reason = f"the output of {which} was changed by a later call: it lies in memory that calls share"
-                raise WrongResultError(reason)
+    def find_changed_outputs(self) -> str:
+        """Return which call's output a later call changed, or an empty text. No output is kept after that."""
+        outputs, self._outputs = self._outputs, []
+        for which, output, copy in outputs:
+            if not self._changed and not _same_bits(output, copy):
+                self._changed = f"the output of {which} was changed by a later call: it lies in memory that calls share"
+        return self._changed
+
+    def _copy_of(self, output: torch.Tensor) -> torch.Tensor:
+        """Return a copy, or that of an equal output: all gradients of large experts are large."""
+        equal = (copy for _, _, copy in reversed(self._outputs) if _same_bits(output, copy))
+        found = next(equal, None)
+        return output.clone(memory_format=torch.preserve_format) if found is None else found
 
 
 def accuracy_of(found: Mapping[str, OutputAccuracy], *, deterministic: bool) -> Accuracy:
@@ -349,7 +378,12 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Compare bits: NaN equals itself, and 0.0 differs from -0.0."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    kind = _BITS.get(a.element_size(), torch.int64)  # not bytes: torch marks each element that differs
+    return torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
+
+
+def _copied(inputs: Inputs) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone(memory_format=torch.preserve_format) for name, tensor in inputs.items()}
 
 
 def _synchronize(device: str) -> None:

@@ -159,6 +159,7 @@ class SharedState:
         ]
         frames = sys._current_frames()  # noqa: SLF001 - see above
         threads = [where for thread in frames.keys() - self._threads if (where := _own_code(frames[thread]))]
+        del frames  # this frame is one of them: a cycle, which would keep what all callers hold, as copies of inputs
         return "; ".join(
             [
                 *(f"{name} is another function" for name in sorted(replaced)),
