@@ -37,6 +37,19 @@ def test_a_bandwidth_that_made_the_times_is_found() -> None:
     assert simulate_ranks.fit((each, exchange.time(each)) for each in passes).bandwidth == pytest.approx(2e8)
 
 
+def test_heads_and_gather_send_an_eighth_between_hosts() -> None:
+    record = {"causal 65536": {"one GPU": {"forward": 500.0, "backward": 400.0}}}
+    exchange, tokens = simulate_ranks.Exchange(1e8), 2**20
+    passes = simulate_ranks.attention(record, tokens, 64, "gather")
+    kernels = sum(each.kernels for each in passes.values())
+    row = simulate_ranks.HEADS_KV * simulate_ranks.D * 2 * (2 + 6)  # bytes of K and V, and in backward again
+    between = tokens / 8 * row * 7 / 8 / simulate_ranks.NETWORK + 3 * (0.07 + 6 * simulate_ranks.HOP)
+    own = 2 * (simulate_ranks.HEADS + simulate_ranks.HEADS_KV) * simulate_ranks.D * 2
+    within = 2 * tokens / 64 * own * 7 / 8 / 1e8 + 4 * (0.07 + 6 * simulate_ranks.HOP)
+    found = simulate_ranks.share_in_two_dimensions(record, tokens, exchange, 64)
+    assert found == pytest.approx(kernels / (kernels + between + within))
+
+
 def test_one_group_hides_nothing_and_many_hide_all_but_ends_and_copies() -> None:
     exchange = simulate_ranks.Exchange(1e8)
     each = simulate_ranks.Pass(10.0, 2.61e8, 2)  # 1 ms on the link, 2.61 with copies

@@ -14,7 +14,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,10 @@ class Exchange:
 
     bandwidth: float  # bytes a ms
 
-    def time(self, each: Pass, ranks: int = 2) -> float:
-        """Return the time of a pass with nothing hidden."""
-        across = max(1.0, self.bandwidth / NETWORK) if ranks > HOST else 1.0
+    def time(self, each: Pass, ranks: int = 2, *, one_host: bool | None = None) -> float:
+        """Return the time of a pass with nothing hidden, by default on one host where the ranks fit on it."""
+        near = ranks <= HOST if one_host is None else one_host
+        across = 1.0 if near else max(1.0, self.bandwidth / NETWORK)
         start = STARTS["collectives"] + HOP * (ranks - 2)
         return each.kernels + each.exchanges * start + each.sent * across / self.bandwidth
 
@@ -129,6 +130,19 @@ def share(passes: dict[str, Pass], exchange: Exchange, ranks: int) -> float:
     return sum(each.kernels for each in passes.values()) / sum(exchange.time(each, ranks) for each in passes.values())
 
 
+def share_in_two_dimensions(record: Any, tokens: int, exchange: Exchange, ranks: int) -> float:
+    """Return the rate of a rank by heads within hosts and gather between them, as ``share`` does."""
+    hosts = ranks // HOST
+    passes = attention(record, tokens, ranks, "gather")
+    within, across = attention(record, tokens // hosts, HOST, "heads"), attention(record, tokens, hosts, "gather")
+    time = 0.0
+    for which in PASSES:
+        time += exchange.time(replace(within[which], kernels=passes[which].kernels), HOST)
+        between = replace(across[which], kernels=0.0, sent=across[which].sent / HOST)  # of a part of the heads
+        time += exchange.time(between, hosts, one_host=False)
+    return sum(each.kernels for each in passes.values()) / time
+
+
 def check_table(record: Any) -> list[str]:
     """Return each run as foreseen by a fit to the others."""
     runs = measured(record)
@@ -158,7 +172,8 @@ def group_table(record: Any, exchange: Exchange) -> list[str]:
 
 def rank_table(record: Any, exchange: Exchange) -> list[str]:
     """Return rates from 2 to 1,024 ranks, and what gradients by gather need of memory."""
-    lines = ["| ranks | tokens in all | heads | gather | it holds, GB | Mixtral | Qwen3-30B |", "| --- " * 7 + "|"]
+    names = ("ranks", "tokens in all", "heads", "gather", "it holds, GB", "heads+gather", "Mixtral", "Qwen3-30B")
+    lines = [f"| {' | '.join(names)} |", "| --- " * len(names) + "|"]
     for ranks in (2, 4, 8, 16, 64, 256, 1024):
         for tokens in sorted({TOKENS * ranks, 131072 if ranks <= HOST else min(65536 * ranks, 10_485_760)}):
             row = [str(ranks), f"{tokens // 1024:,}k"]
@@ -167,6 +182,7 @@ def rank_table(record: Any, exchange: Exchange) -> list[str]:
                 passes = attention(record, tokens, ranks, strategy)
                 row.append(f"{share(passes, exchange, ranks):.0%}" if served else "-")
             row.append(f"{tokens * 2 * HEADS_KV * D * GATHER_BYTES / 1e9:.1f}")
+            row.append(f"{share_in_two_dimensions(record, tokens, exchange, ranks):.0%}" if ranks > HOST else "-")
             for model, sizes in EXPERTS.items():
                 ways = [share(experts(record, model, ranks, once=once), exchange, ranks) for once in (False, True)]
                 row.append(

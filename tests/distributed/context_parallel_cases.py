@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flashmoe_science import InputError, UnsupportedError, flash_attention, flash_attention_varlen
 from flashmoe_science.distributed import ContextParallel, PackedPlan, exchange, plan as plans
@@ -140,8 +140,17 @@ def copies_and_compares_nothing(cp: ContextParallel) -> bool:
 def compiled(rank: int, ranks: int) -> dict[str, Any]:
     """Compiled calls beside eager ones: one graph, also for batches of other documents."""
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
+    return _compiled(mesh, ranks, ("heads", 2), ("gather", 1))
+
+
+def compiled_in_two_dimensions(rank: int, ranks: int) -> dict[str, Any]:
+    """As ``compiled``."""
+    return _compiled(mesh_of_two(ranks), ranks, ("heads+gather", 1), ("heads+gather", 2))
+
+
+def _compiled(mesh: DeviceMesh, ranks: int, *strategies: tuple[str, int]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for strategy, head_groups in (("heads", 2), ("gather", 1)):
+    for strategy, head_groups in strategies:
         cp = ContextParallel(mesh, strategy=strategy, head_groups=head_groups)
         counter = CompileCounterWithBackend("aot_eager")
 
@@ -206,6 +215,72 @@ def all_cases(rank: int, ranks: int) -> dict[str, Any]:
     return found
 
 
+def mesh_of_two(ranks: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("gather", "heads"))
+
+
+def two_dimensions(rank: int, ranks: int) -> dict[str, Any]:
+    mesh = mesh_of_two(ranks)
+    cp = ContextParallel(mesh, strategy="heads+gather")
+    grouped = ContextParallel(mesh, strategy="heads+gather", head_groups=2)
+    whole_k = Sizes(8, 2).draw(1, TOKENS)[1].transpose(1, 2)
+    found: dict[str, Any] = {name: fixed(cp, options, TOKENS, Sizes(8, 2)) for name, options in FIXED.items()}
+    found |= {f"packed, {name}": packed(cp, options, LENGTHS, Sizes(8, 2)) for name, options in PACKED.items()}
+    found["packed, whole documents"] = packed(cp, PACKED["sinks"], (16, 16, 16, 16), Sizes(8, 2))
+    found["sinks and window"] = fixed(cp, {**FIXED["causal window"], "sinks": True}, TOKENS, Sizes(8, 2))
+    for name in ("causal", "sinks", "alibi"):
+        found[f"2 groups, {name}"] = fixed(grouped, FIXED[name], TOKENS, Sizes(8, 4))
+        found[f"2 groups, packed, {name}"] = packed(grouped, PACKED[name], LENGTHS, Sizes(8, 4))
+    for shape in ((1, ranks), (ranks, 1)):
+        line = ContextParallel(init_device_mesh("cpu", shape), strategy="heads+gather")
+        found[f"{shape}"] = fixed(line, FIXED["sinks"], TOKENS, Sizes(8, 4))
+        found[f"{shape}, packed"] = packed(line, FIXED["sinks"], LENGTHS, Sizes(8, 4))
+    plan = cp.plan(LENGTHS)
+    found["later plans"] = {"x": [0.0, copies_and_compares_nothing(cp)]}
+    found["unshard"] = {"x": [0.0, torch.equal(cp.unshard(cp.shard(whole_k, 2), 2), whole_k)]}
+    found["unshard, packed"] = {"x": [0.0, torch.equal(cp.unshard(cp.shard(whole_k, 2, plan), 2, plan), whole_k)]}
+    return {"errors": errors_in_two_dimensions(rank, mesh, cp), **found}
+
+
+def errors_in_two_dimensions(rank: int, mesh: DeviceMesh, cp: ContextParallel) -> dict[str, Any]:
+    """One of four ranks, in each place, makes a call that is wrong, or another one than the others."""
+    q = k = v = draw(0, 1, 4, 8, 16)
+    odd = draw(0, 1, 3, 8, 16)
+    line = ContextParallel(init_device_mesh("cpu", (4,)), strategy="gather")
+    packed_q = draw(0, 8, 4, 16)
+    reversed_mesh = DeviceMesh("cpu", [[0, 3], [2, 1]])
+    make = functools.partial(ContextParallel, strategy="heads+gather")
+    return {
+        "bad on a rank": [
+            message(lambda at=at: cp.attention(q, k, v[:, :, :5] if rank == at else v), InputError)  # type: ignore[misc]
+            for at in range(4)
+        ],
+        "other options": [
+            message(lambda at=at: cp.attention(q, k, v, causal=rank == at), InputError)  # type: ignore[misc]
+            for at in range(4)
+        ],
+        "other lengths": message(lambda: cp.plan([12, 4] if rank == 3 else [16]), InputError),
+        "heads": message(lambda: cp.attention(odd, odd, odd), InputError),
+        "alibi": message(lambda: cp.attention(q, k, v, alibi=torch.zeros(4)), UnsupportedError),
+        "window": message(
+            lambda: cp.attention_packed(packed_q, packed_q, packed_q, cp.plan([32]), window=(3, 3)), UnsupportedError
+        ),
+        "plan of the other": message(
+            lambda: cp.attention_packed(packed_q, packed_q, packed_q, line.plan([32])), InputError
+        ),
+        "tokens": message(lambda: cp.layout(42), InputError),
+        "lengths": message(lambda: cp.plan([42]), InputError),
+        "one dimension": message(lambda: make(init_device_mesh("cpu", (4,))), InputError),
+        "no strategy": message(lambda: ContextParallel(mesh, heads_kv=2), InputError),
+        "order": message(lambda: make(reversed_mesh), InputError),
+        "transport": message(lambda: make(mesh, transport="symmetric"), UnsupportedError),
+        "explained": cp.explain(q, k, v),
+        "documents explained": cp.explain(packed_q, packed_q, packed_q, cp.plan([20, 12])),
+        "layout": cp.layout(16).held,
+        "after all": float(cp.attention(q, k, v).sum() * 0),
+    }
+
+
 def gpu_cases(rank: int, ranks: int) -> dict[str, Any]:
     mesh = init_device_mesh("cuda", (ranks,), mesh_dim_names=("cp",))
     sizes = Sizes(8, 4, 128, 128, torch.bfloat16)
@@ -228,6 +303,17 @@ def gpu_cases(rank: int, ranks: int) -> dict[str, Any]:
                 found[f"{name}, packed, {case}"] = packed(cp, FIXED[case], (1, 300, 77, 1024 * ranks, 646), sizes)
             found[f"{name}, repeats"] = {"same": [0.0, _same_in_repeats(cp, sizes)]}
             found[f"{name}, graph repeats"] = {"same": [0.0, _same_in_graph(cp, sizes, 2048 * ranks)]}
+    for shape in [(ranks // 2, 2), (ranks, 1)] if ranks % 2 == 0 else []:
+        both = init_device_mesh("cuda", shape, mesh_dim_names=("gather", "heads"))
+        for transport in ("collectives", "symmetric")[: shape[1]]:
+            for groups in (1, 2):
+                cp = ContextParallel(both, strategy="heads+gather", transport=transport, head_groups=groups)
+                name = f"both, {shape}, {transport}, {groups} groups"
+                for case in ("causal", "sinks"):
+                    found[f"{name}, {case}"] = fixed(cp, FIXED[case], 2048 * ranks, sizes)
+                    found[f"{name}, packed, {case}"] = packed(cp, FIXED[case], (1, 300, 77, 1024 * ranks, 646), sizes)
+                found[f"{name}, repeats"] = {"same": [0.0, _same_in_repeats(cp, sizes)]}
+                found[f"{name}, graph repeats"] = {"same": [0.0, _same_in_graph(cp, sizes, 2048 * ranks)]}
     return found
 
 

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from flashmoe_science.distributed import ContextParallel
 from flashmoe_science.distributed.exchange import sum_ranks_into
+from flashmoe_science.distributed.layout import zigzag_layout
 
 from .ranks import fake_ranks, run_ranks
 
@@ -52,6 +53,76 @@ def test_compiled_calls_are_one_graph_with_the_bits_of_eager_ones(tmp_path: Path
         assert all(cases.values()), cases
 
 
+@pytest.fixture(scope="module")
+def in_two_dimensions(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(_MODULE, "two_dimensions", 4, tmp_path_factory.mktemp("two"))
+
+
+def test_heads_and_gather_give_what_one_process_gives(in_two_dimensions: list[dict[str, Any]]) -> None:
+    for rank, cases in enumerate(without_errors(in_two_dimensions)):
+        assert len(cases) > 25
+        for case, tensors in cases.items():
+            worst = {name: error for name, (error, _) in tensors.items() if error > 2e-5}
+            assert not worst, f"rank {rank}, {case}: {worst}"
+        for case in ("later plans", "unshard", "unshard, packed"):
+            assert cases[case]["x"][1], case
+
+
+def test_heads_and_gather_compiled_are_one_graph_with_the_bits_of_eager_calls(tmp_path: Path) -> None:
+    for cases in run_ranks(_MODULE, "compiled_in_two_dimensions", 4, tmp_path):
+        assert len(cases) == 10
+        assert all(cases.values()), cases
+
+
+def test_errors_in_two_dimensions_are_raised_on_all_ranks(in_two_dimensions: list[dict[str, Any]]) -> None:
+    first, *others = (cases["errors"] for cases in in_two_dimensions)
+    assert all(other == first for other in others)
+    for at in range(4):
+        assert f"rank {at}: v must have the tokens of q, 8, got 5" in first["bad on a rank"][at]
+        different = at or 1  # rank 0 is what all others are compared with
+        assert "rank 0 has heads+gather: q [1, 4, 8, 16] float32, k" in first["other options"][at]
+        assert f"and rank {different} has heads+gather: q" in first["other options"][at]
+    expected = {
+        "other lengths": "and rank 3 has a plan of 2 documents, 16 tokens",
+        "heads": 'heads must be multiples of the 2 ranks for strategy="heads+gather"',
+        "alibi": 'alibi needs causal=True with strategy="heads+gather"',
+        "window": 'a window of packed documents needs causal=True with strategy="heads+gather"',
+        "plan of the other": "the plan is of another strategy than heads+gather",
+        "tokens": "a multiple of 4, the number of ranks, got 42",
+        "lengths": "append a document of padding, to 44 tokens in all",
+        "one dimension": 'mesh must have two dimensions for strategy="heads+gather", got 1',
+        "no strategy": "mesh must have one dimension, got 2",
+        "order": "ranks of a mesh must ascend in both dimensions, got [[0, 3], [2, 1]]",
+        "transport": 'transport="symmetric" needs CUDA',
+    }
+    for name, text in expected.items():
+        assert text in first[name], name
+    # Ranks 0 and 1 have the outer chunks of the zigzag, 2 and 3 the inner ones; heads divide each in two.
+    assert first["layout"] == [[[0, 4]], [[12, 16]], [[4, 8]], [[8, 12]]]
+    for text in (
+        "strategy heads+gather, by heads: 2 ranks divide 4 K/V heads",
+        "keys are gathered by collectives of the group's backend, gloo",
+        "8 of 16 tokens a rank, 4 query heads, 4 K/V heads",
+        "by gather: 2 ranks gather K and V",
+        "16 of 32 tokens a rank, 2 query heads, 2 K/V heads",
+    ):
+        assert text in first["explained"], text
+    assert "by gather: ranks have whole documents where they can" in first["documents explained"]
+    assert first["after all"] == 0
+
+
+@pytest.mark.parametrize(("ranks", "parts"), [(1, 1), (2, 2), (2, 3), (3, 5), (4, 8)])
+def test_parts_of_a_zigzag_hold_together_what_one_rank_holds(ranks: int, parts: int) -> None:
+    tokens = 2 * ranks * parts * 3
+    whole, split = zigzag_layout(tokens, ranks), zigzag_layout(tokens, ranks, parts)
+    assert split.ranks == ranks * parts
+    held = [[token for span in spans for token in range(*span)] for spans in split.held]
+    assert {len(each) for each in held} == {tokens // ranks // parts}
+    for rank, spans in enumerate(whole.held):
+        together = [token for part in range(parts) for token in held[rank * parts + part]]
+        assert together == [token for span in spans for token in range(*span)]
+
+
 def test_errors_name_the_rank_and_are_raised_on_all(found: list[dict[str, Any]]) -> None:
     if len(found) > 2:
         pytest.skip("two ranks make the calls that are wrong")
@@ -85,7 +156,7 @@ def test_errors_name_the_rank_and_are_raised_on_all(found: list[dict[str, Any]])
         "symmetric of one rank": "and rank 1 has transport symmetric",
         "plan of a mesh": "the plan is of another mesh or rank: Place(rank=0, members=(5, 6)), got Place(rank=0, ",
         "plan of a rank": "the plan is of another mesh or rank: Place(rank=1, members=(0, 1)), got Place(rank=0, ",
-        "strategy": 'strategy must be "heads", "gather" or "auto", got \'ring\'',
+        "strategy": 'strategy must be "heads", "gather", "heads+gather" or "auto", got \'ring\'',
         "auto": "heads_kv must be given",
     }
     for name, text in expected.items():

@@ -149,12 +149,13 @@ def test_all_ranks_have_about_the_same_work(packed: PackedLayout) -> None:
     assert packed.sent < TOKENS // RANKS
 
 
-@pytest.mark.parametrize(("ranks", "strategy"), [(1024, "gather"), (8, "heads")])
+@pytest.mark.parametrize(("ranks", "strategy"), [(1024, "gather"), (8, "heads"), (1024, "heads+gather")])
 def test_a_rank_holds_the_memory_that_is_foreseen(ranks: int, strategy: str) -> None:
     tokens = TOKENS // RANKS
     fake = FakeTensorMode()
     with fake_ranks(ranks, ranks - 3):
-        cp = ContextParallel(init_device_mesh("cpu", (ranks,)), strategy=strategy)
+        mesh = init_device_mesh("cpu", (ranks // 8, 8) if strategy == "heads+gather" else (ranks,))
+        cp = ContextParallel(mesh, strategy=strategy)
         with fake:
             q, k, v, do = (
                 torch.empty(1, tokens, heads, D, dtype=torch.bfloat16).transpose(1, 2)
@@ -167,8 +168,9 @@ def test_a_rank_holds_the_memory_that_is_foreseen(ranks: int, strategy: str) -> 
             gradients = recipe.backward(inputs, found, do, None, sinks=False)
     assert [x.shape for x in gradients[:3]] == [x.shape for x in inputs[:3]]
     row = 2 * tokens * D  # bytes of a head of this rank
-    if strategy == "gather":
-        expected = ranks * tokens * 2 * HEADS_KV * D * simulate_ranks.GATHER_BYTES
+    if strategy != "heads":
+        hosted = 8 if strategy == "heads+gather" else 1
+        expected = ranks * tokens * 2 * HEADS_KV // hosted * D * simulate_ranks.GATHER_BYTES
         assert expected < memory.most < 1.05 * expected
     else:  # what is kept, and what travels
         assert memory.most < 12 * row * (HEADS + HEADS_KV)

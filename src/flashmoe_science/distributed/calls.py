@@ -126,6 +126,29 @@ class Call:
         return {name: x if name == "sinks" else x.transpose(0, 1)[None] for name, x in found.items()}
 
 
+@dataclass(frozen=True)
+class CallByRecipe:
+    """A call that is served over ranks itself. A tensor is given as ``Call`` takes it."""
+
+    recipe: Recipe
+
+    def attend(self, tensors: Mapping[str, Tensor | None]) -> tuple[Tensor, Tensor]:
+        """Return o and LSE."""
+        found = self.recipe.forward(_inputs_of(tensors))
+        return found.o, found.lse
+
+    def gradients(self, tensors: Mapping[str, Tensor], wanted: Sequence[str]) -> dict[str, Tensor]:
+        """Return gradients by name."""
+        found = Attended(tensors["o"], tensors["lse"], [])
+        given = tensors.get("do"), tensors.get("dlse")
+        made = self.recipe.backward(_inputs_of(tensors), found, *given, sinks="sinks" in wanted)
+        return {name: x for name, x in made._asdict().items() if x is not None}
+
+
+def _inputs_of(tensors: Mapping[str, Any]) -> Inputs:
+    return Inputs(tensors["q"], tensors["k"], tensors["v"], ByHead(tensors.get("sinks"), tensors.get("alibi")))
+
+
 def _without_batch(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Return tensors as packed calls take them: ``[tokens, heads, columns]``, LSE ``[heads, tokens]``."""
     found = dict(tensors)
@@ -151,9 +174,9 @@ def on_device(numbers: Sequence[int] | Tensor, device: torch.device) -> Tensor:
     return torch.as_tensor(numbers, dtype=torch.int32).to(device, non_blocking=True)
 
 
-def refuse_by_gather(options: Options, heads: ByHead, *, packed: bool) -> None:
+def refuse_by_gather(options: Options, heads: ByHead, strategy: str, *, packed: bool) -> None:
     """Raise ``UnsupportedError`` where a call on part of the keys would place its queries elsewhere."""
     if heads.alibi is not None and not options.causal:
-        raise UnsupportedError('alibi needs causal=True with strategy="gather"')
+        raise UnsupportedError(f'alibi needs causal=True with strategy="{strategy}"')
     if packed and options.window != (-1, -1) and not options.causal:
-        raise UnsupportedError('a window of packed documents needs causal=True with strategy="gather"')
+        raise UnsupportedError(f'a window of packed documents needs causal=True with strategy="{strategy}"')

@@ -12,9 +12,9 @@ from torch import Tensor
 from ..attention.inputs import Options, cast_under_autocast, check_window
 from ..errors import InputError, UnsupportedError, shown
 from ..gpu.subclasses import is_watched
-from .calls import ByHead, Call, Inputs, Recipe, fixed_call, refuse_by_gather
+from .calls import ByHead, Call, CallByRecipe, Inputs, Recipe, fixed_call, refuse_by_gather
 from .documents import DocumentsRecipe
-from .exchange import Agreement, compare, describe_tensors, gather_tokens, group_of, kind_of
+from .exchange import Agreement, describe_tensors, gather_tokens, group_of, groups_of, kind_of
 from .gather import GatherRecipe
 from .heads import HeadsRecipe
 from .layout import Layout, plan_documents, plan_straight, straight_layout, zigzag_layout
@@ -27,13 +27,13 @@ from .transport import transport_of
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_STRATEGIES = ("heads", "gather")
+_STRATEGIES = ("heads", "gather", "heads+gather")
 
 
 class ContextParallel:
     """Attention over sequences that are split over ranks: each holds some tokens of all heads.
 
-    Two strategies send different things and compute the same:
+    Strategies send different things and compute the same:
 
     - ``"heads"`` (DeepSpeed-Ulysses): an all-to-all turns some tokens of all heads into all tokens of some heads.
       Another one brings o back. All masks and features are served; o and all gradients have the bits of one GPU. The
@@ -44,6 +44,10 @@ class ContextParallel:
       multiples of 128 tokens. Gradients of K and V are summed in fp32 and in one order: the same bits in every
       run. Of packed documents, ranks hold whole ones as long as they have about equal work, and K and V travel for
       the others alone.
+    - ``"heads+gather"``: both, on a mesh of two dimensions, ``(gather, heads)``. Along the second one lie the ranks
+      of a host, which divide the K/V heads: by an all-to-all each gets some heads of the tokens of its host. Then ranks
+      of the same heads gather K and V. Messages between hosts, and the memory for what is gathered, are those of
+      ``"gather"`` divided by the ranks of a host. It serves what ``"gather"`` serves, and promises the same bits.
 
     All ranks of the mesh call every method, with the same options, shapes and plan. The first call of its kind compares
     them over ranks; with ``FLASHMOE_CHECK=1`` in the environment every call does. Errors are then raised on all ranks.
@@ -70,32 +74,29 @@ class ContextParallel:
         """Choose the strategy.
 
         Args:
-            mesh: of one dimension, as ``mesh["cp"]``.
+            mesh: of one dimension, as ``mesh["cp"]``; of two by ``"heads+gather"``, as ``mesh["gather", "heads"]``.
             heads_kv: K/V heads of the calls to come: ``"auto"`` chooses ``"heads"`` where the ranks divide them.
-            strategy: ``"heads"``, ``"gather"`` or ``"auto"``. That takes ``"gather"`` for packed documents with
-                ``causal``, unless ``head_groups`` or ``transport`` ask for ``"heads"``.
-            head_groups: by ``"heads"``, in how many groups a rank's K/V heads travel. While one group attends, the next
-                is on its way. It divides the K/V heads of a rank. It changes no bit.
-            transport: by ``"heads"``, ``"collectives"`` of the group's backend (NCCL, gloo); ``"symmetric"``: ranks
-                read one another's memory, between GPUs of one host; or ``"auto"``: ``"symmetric"`` where it can be
-                had. It changes no bit.
+            strategy: ``"heads"``, ``"gather"``, ``"heads+gather"`` or ``"auto"``. The last takes ``"gather"`` for
+                packed documents with ``causal``, unless ``head_groups`` or ``transport`` ask for ``"heads"``.
+            head_groups: where heads are divided, in how many groups a rank's K/V heads travel. While one group attends,
+                the next is on its way. It divides the K/V heads of a rank. It changes no bit.
+            transport: where heads are divided, ``"collectives"`` of the group's backend (NCCL, gloo); ``"symmetric"``:
+                ranks read one another's memory, between GPUs of one host; or ``"auto"``: ``"symmetric"`` where it can
+                be had. It changes no bit.
 
         Raises:
-            InputError: the mesh has several dimensions, a name is unknown, ``head_groups`` is no integer above 0, or
-                ``"auto"`` has no ``heads_kv``.
+            InputError: the mesh has other dimensions than the strategy, a name is unknown, ``head_groups`` is no
+                integer above 0, or ``"auto"`` has no ``heads_kv``.
             UnsupportedError: ``"symmetric"`` is asked for and cannot be had, or asked for with ``"gather"``.
         """
-        self.group = group_of(mesh, "cp")
-        self.rank, self.ranks = self.group.rank(), self.group.size()
-        self._place = Place(self.rank, tuple(dist.get_process_group_ranks(self.group)))
         # Groups and transports are of "heads": who asks for them gets it.
         self._chooses = strategy == "auto" and head_groups == 1 and transport != "symmetric"
         if strategy == "auto":
             if heads_kv is None:
                 raise InputError('heads_kv must be given for strategy="auto", got None')
-            strategy = "gather" if heads_kv % self.ranks else "heads"
+            strategy = "gather" if heads_kv % mesh.size() else "heads"
         if strategy not in _STRATEGIES:
-            raise InputError(f'strategy must be "heads", "gather" or "auto", got {shown(strategy)}')
+            raise InputError(f'strategy must be "heads", "gather", "heads+gather" or "auto", got {shown(strategy)}')
         if type(head_groups) is not int or head_groups < 1:
             raise InputError(f"head_groups must be an integer above 0, got {shown(head_groups)}")
         if strategy == "gather" and (transport == "symmetric" or head_groups != 1):
@@ -104,15 +105,25 @@ class ContextParallel:
                 f"got {shown(transport)} and {head_groups}"
             )
         self.strategy, self.head_groups = strategy, head_groups
+        both = strategy == "heads+gather"
+        # Whose keys are gathered, and who divides heads: by one of both the same ranks, of which a plan may choose.
+        self.group, self._dividing = groups_of(mesh) if both else (group_of(mesh, "cp"),) * 2
+        self._parts = self._dividing.size() if both else 1  # of what one rank would hold by "gather"
+        self.ranks = self.group.size() * self._parts
+        self.rank = self.group.rank() * self._parts + (self._dividing.rank() if both else 0)
+        self._place = Place(self.rank, tuple(mesh.mesh.flatten().tolist()))
+        groups = (self._dividing, self.group) if both else (self.group,)
         carrier = "collectives" if strategy == "gather" and transport == "auto" else transport
-        self._transport = transport_of(carrier, self.group, mesh.device_type)
+        self._transport = transport_of(carrier, self._dividing, mesh.device_type, *groups[1:])
         self._device_type = mesh.device_type
-        self._agreement = Agreement(self.group)
+        self._agreement = Agreement(*groups)
         self._number = name(self)
 
     def layout(self, tokens: int) -> Layout:
         """Return which tokens each rank holds of a sequence. Raises ``InputError`` where it cannot be split."""
-        return (straight_layout if self.strategy == "heads" else zigzag_layout)(tokens, self.ranks)
+        if self.strategy == "heads":
+            return straight_layout(tokens, self.ranks)
+        return zigzag_layout(tokens, self.group.size(), self._parts)
 
     def plan(
         self, lengths: Sequence[int], *, causal: bool = True, windows: Sequence[tuple[int, int]] = ((-1, -1),)
@@ -139,13 +150,16 @@ class ContextParallel:
                 raise InputError(f"windows must be a sequence of pairs, got {shown(windows)}")
             for window in windows:
                 check_window(window)
-            packed = (plan_straight if strategy == "heads" else plan_documents)(lengths, self.ranks)
-            found.append(PackedPlan(packed, strategy, self._place, self._device()))
+            if strategy == "heads":
+                packed = plan_straight(lengths, self.ranks)
+            else:
+                packed = plan_documents(lengths, self.group.size(), self._parts)
+            found.append(PackedPlan(packed, strategy, self._place, self._device(), self._parts))
             return f"a plan of {len(lengths)} documents, {packed.starts[-1]} tokens, digest {found[0].digest}"
 
-        compare(describe, self.group)
+        self._agreement.compare(describe)
         (plan,) = found
-        if strategy == "gather":
+        if strategy != "heads":
             plan.prepare([(causal, check_window(window)) for window in windows])
         return plan
 
@@ -171,7 +185,15 @@ class ContextParallel:
     def unshard(self, x: Tensor, dim: int, plan: PackedPlan | None = None) -> Tensor:
         """Return the tokens of all ranks in their order: the inverse of ``shard``. It records no gradient."""
         layout = self._layout_of(x.shape[dim] * self.ranks, plan)
-        return gather_tokens(x.detach().movedim(dim, 0), layout, self.group).movedim(0, dim)
+        found = x.detach().movedim(dim, 0)
+        if self._parts > 1:
+            found = gather_tokens(found, straight_layout(len(found) * self._parts, self._parts), self._dividing)
+            layout = self._gathered(layout.tokens, plan)
+        return gather_tokens(found, layout, self.group).movedim(0, dim)
+
+    def _gathered(self, tokens: int, plan: PackedPlan | None) -> Layout:
+        """Return which tokens each rank holds for its heads when keys are gathered."""
+        return zigzag_layout(tokens, self.group.size()) if plan is None else plan.packed.layout
 
     def _layout_of(self, tokens: int, plan: PackedPlan | None) -> Layout:
         if plan is None:
@@ -289,38 +311,48 @@ class ContextParallel:
         """
         batch, tokens = (q.shape[0], q.shape[2]) if plan is None else (1, q.shape[0])
         columns = k.shape[-1] + v.shape[-1]
-        sizes = Sizes(self.ranks, batch, tokens, q.shape[1], k.shape[1], columns, q.element_size())
+        heads, item = (q.shape[1], k.shape[1]), q.element_size()
+        sizes = Sizes(self._dividing.size(), batch, tokens, *heads, columns, item, self.group.size())
         strategy = self._strategy_of(plan)
         carriers = {
             "collectives": f"collectives of the group's backend, {dist.get_backend(self.group)}",
             "symmetric": "copies over symmetric memory",
         }
         beside = "nothing is exchanged while attention runs"
-        if strategy == "gather" and plan is not None:
+        if strategy != "heads" and plan is not None:
             beside = "messages travel while whole documents are attended"
         elif self.head_groups > 1:
             beside = f"{self.head_groups} groups of heads, each on its way while the one before attends"
         lines = explain(strategy, sizes, None if plan is None else plan.packed, self._transport.name)
         carried = f"transport {self._transport.name}: {carriers[self._transport.name]}"
+        if strategy == "heads+gather":
+            carried += f"; keys are gathered by {carriers['collectives']}"
         return "\n".join([lines[0], carried, beside, *lines[1:]])
 
     def recipe(self, inputs: Inputs, options: Options, plan: PackedPlan | None) -> Recipe:
         """Check a call on all ranks, and return how it is served. Graphs call it too. Raises as ``attention``."""
         self._check(inputs, options, plan)
-        named = options._replace(return_lse=True)
-        if self._strategy_of(plan) == "heads":
-            named = named._replace(head_parts=self.ranks * self.head_groups)
-            call = Call(named) if plan is None else plan.whole_call(named)
-            return HeadsRecipe(
-                self._transport, call, self.rank, self.ranks, self.head_groups, return_lse=options.return_lse
-            )
-        refuse_by_gather(options, inputs.heads, packed=plan is not None)
+        named, strategy = options._replace(return_lse=True), self._strategy_of(plan)
+        ranks = self._dividing.size()
+        if strategy != "gather":
+            named = named._replace(head_parts=ranks * self.head_groups)
+        if strategy == "heads":
+            call: Call | CallByRecipe = Call(named) if plan is None else plan.whole_call(named)
+        else:
+            refuse_by_gather(options, inputs.heads, strategy, packed=plan is not None)
+            gathers = self._gather_recipe(named, inputs.q.shape[2] * self.ranks, plan)
+            if strategy == "gather":
+                return gathers
+            call = CallByRecipe(gathers)
+        rank, groups = self._dividing.rank(), self.head_groups
+        return HeadsRecipe(self._transport, call, rank, ranks, groups, return_lse=options.return_lse)
+
+    def _gather_recipe(self, options: Options, tokens: int, plan: PackedPlan | None) -> Recipe:
         if plan is not None:
-            return DocumentsRecipe(self.group, plan.calls(named))
-        layout = self.layout(inputs.q.shape[2] * self.ranks)
-        return GatherRecipe(
-            self.group, layout, tuple(fixed_call(span, layout, named) for span in layout.held[self.rank])
-        )
+            return DocumentsRecipe(self.group, plan.calls(options))
+        layout = self._gathered(tokens, None)
+        held = layout.held[self.group.rank()]
+        return GatherRecipe(self.group, layout, tuple(fixed_call(span, layout, options) for span in held))
 
     def _strategy_of(self, plan: PackedPlan | None) -> str:
         return self.strategy if plan is None else plan.strategy
@@ -328,9 +360,11 @@ class ContextParallel:
     def _attend(self, inputs: Inputs, options: Options, plan: PackedPlan | None) -> tuple[Tensor, Tensor]:
         """Serve a call, whose tensors are ``[n, heads, columns]`` with a plan, and so are those returned."""
         if is_watched():
-            groups = self.head_groups if self._strategy_of(plan) == "heads" else 0
-            number = -1 if plan is None else plan.number
-            o, lse = operate(_with_batch(inputs, plan), options, self._number, number, self.ranks, groups)
+            strategy = self._strategy_of(plan)
+            groups = 0 if strategy == "gather" else self.head_groups
+            number, ranks = -1 if plan is None else plan.number, self._dividing.size()
+            call = _with_batch(inputs, plan)
+            o, lse = operate(call, options, self._number, number, ranks, groups, gathers=strategy != "heads")
         else:
             recipe = self.recipe(inputs, options, plan)
             q, k, v, heads = _with_batch(inputs, plan)
@@ -369,11 +403,12 @@ class ContextParallel:
                 )
         count, count_kv = q.shape[1], k.shape[1]
         heads.check(count)
-        parts = self.ranks * self.head_groups
-        if self._strategy_of(plan) == "heads" and (count_kv % parts or count % parts):
+        ranks, strategy = self._dividing.size(), self._strategy_of(plan)
+        parts = ranks * self.head_groups
+        if strategy != "gather" and (count_kv % parts or count % parts):
             groups = f" times {self.head_groups} groups" if self.head_groups > 1 else ""
             raise InputError(
-                f'heads must be multiples of the {self.ranks} ranks{groups} for strategy="heads", '
+                f'heads must be multiples of the {ranks} ranks{groups} for strategy="{strategy}", '
                 f"got {count} query heads and {count_kv} K/V heads",
                 hint='use strategy="gather"' if not groups else "use fewer head_groups",
             )

@@ -107,9 +107,9 @@ def _take(tokens: Tensor, spans: Sequence[Span]) -> Tensor:
 class Agreement:
     """Whether all ranks make the same call: a collective would hang else, or mix tensors up."""
 
-    def __init__(self, group: Group) -> None:
-        """Begin with no call known."""
-        self._group = group
+    def __init__(self, *groups: Group) -> None:
+        """Begin with no call known. Groups are as ``compare`` takes them."""
+        self._groups = groups
         self._known: set[Hashable] = set()
 
     def check(self, kind: Hashable, describe: Callable[[], str]) -> None:
@@ -124,23 +124,33 @@ class Agreement:
         """
         if kind in self._known and os.environ.get("FLASHMOE_CHECK") != "1":
             return
-        compare(describe, self._group)
+        self.compare(describe)
         self._known.add(kind)
 
+    def compare(self, describe: Callable[[], str]) -> None:
+        """Compare what ``describe`` returns. Raises as ``check``."""
+        compare(describe, *self._groups)
 
-def compare(describe: Callable[[], str], group: Group) -> None:
+
+def compare(describe: Callable[[], str], *groups: Group) -> None:
     """Compare what ``describe`` returns over ranks.
+
+    Args:
+        describe: returns what must be the same.
+        groups: of one dimension of a mesh each, the last dimension first.
 
     Raises:
         InputError: on all ranks, where it differs or raises an ``InputError``.
     """
     try:
-        mine = "", describe()
+        found = [("", describe())]
     except InputError as error:
-        mine = str(error), ""
-    found: list[tuple[str, str]] = [("", "")] * group.size()
-    with collective(group, "comparison of calls"):
-        dist.all_gather_object(found, mine, group=group)
+        found = [(str(error), "")]
+    for group in groups:
+        of_ranks: list[list[tuple[str, str]]] = [[]] * group.size()
+        with collective(group, "comparison of calls"):
+            dist.all_gather_object(of_ranks, found, group=group)
+        found = list(itertools.chain(*of_ranks))
     for rank, (wrong, _) in enumerate(found):
         if wrong:
             raise InputError(f"rank {rank}: {wrong}")
@@ -177,3 +187,15 @@ def group_of(mesh: DeviceMesh, dimension: str) -> Group:
             f"mesh must have one dimension, got {mesh.ndim}", hint=f'choose one, as in mesh["{dimension}"]'
         )
     return mesh.get_group()
+
+
+def groups_of(mesh: DeviceMesh) -> tuple[Group, Group]:
+    """Return the groups of a mesh of two dimensions. Raises ``InputError`` for another mesh."""
+    if mesh.ndim != 2:
+        raise InputError(
+            f'mesh must have two dimensions for strategy="heads+gather", got {mesh.ndim}',
+            hint='make one with mesh_dim_names=("gather", "heads"), where "heads" are the ranks of a host',
+        )
+    if any(not torch.equal(mesh.mesh, mesh.mesh.sort(axis).values) for axis in range(2)):  # groups sort their ranks
+        raise InputError(f"ranks of a mesh must ascend in both dimensions, got {mesh.mesh.tolist()}")
+    return mesh.get_group(0), mesh.get_group(1)

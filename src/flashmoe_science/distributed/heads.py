@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .calls import Attended, ByHead, Call, Gradients, GroupOfHeads, Inputs
+from .calls import Attended, ByHead, Call, CallByRecipe, Gradients, GroupOfHeads, Inputs
 from .copies import widened
 from .transport import Transport
 
@@ -23,7 +23,7 @@ class HeadsRecipe:
     """One call of attention for each group of heads, of all tokens."""
 
     transport: Transport
-    call: Call
+    call: Call | CallByRecipe
     rank: int
     ranks: int
     groups: int = 1

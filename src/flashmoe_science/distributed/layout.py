@@ -47,13 +47,32 @@ def straight_layout(tokens: int, ranks: int) -> Layout:
     return Layout(tokens, tuple(((rank * own, (rank + 1) * own),) for rank in range(ranks)))
 
 
-def zigzag_layout(tokens: int, ranks: int) -> Layout:
+def zigzag_layout(tokens: int, ranks: int, parts: int = 1) -> Layout:
     """Give each rank one chunk from the front and one from the back: all have the same causal work.
 
-    Raises ``InputError`` where the tokens cannot be split so.
+    With ``parts``, as many ranks hold together what one holds else, as ``split_layout`` says. Raises ``InputError``
+    where the tokens cannot be split so.
     """
-    _check_split(tokens, 2 * ranks, "twice the number of ranks")
-    return Layout(tokens, tuple(_zigzag((0, tokens), ranks, rank) for rank in range(ranks)))
+    odd = parts % 2  # an even number of parts splits no part between the two chunks
+    _check_split(tokens, ranks * parts * (1 + odd), f"{'twice ' * odd}the number of ranks")
+    return split_layout(Layout(tokens, tuple(_zigzag((0, tokens), ranks, rank) for rank in range(ranks))), parts)
+
+
+def split_layout(layout: Layout, parts: int) -> Layout:
+    """Split what each rank holds among as many ranks, in the order in which it holds it. All get as many tokens."""
+    own = layout.tokens // layout.ranks // parts
+    cuts = [(part * own, part * own + own) for part in range(parts)]
+    return Layout(layout.tokens, tuple(_cut_out(spans, cut) for spans in layout.held for cut in cuts))
+
+
+def _cut_out(spans: Sequence[Span], cut: Span) -> tuple[Span, ...]:
+    """Return which tokens lie within ``cut`` where spans lie one behind the other."""
+    found, place = [], 0
+    for start, end in spans:
+        first, last = max(start, start + cut[0] - place), min(end, start + cut[1] - place)
+        found += [(first, last)] if first < last else []
+        place += end - start
+    return tuple(found)
 
 
 def _zigzag(span: Span, parts: int, part: int) -> tuple[Span, ...]:
@@ -181,7 +200,7 @@ def plan_straight(lengths: Sequence[int], ranks: int) -> PackedLayout:
     return PackedLayout(starts, straight_layout(starts[-1], ranks), ((),) * ranks)
 
 
-def plan_documents(lengths: Sequence[int], ranks: int) -> PackedLayout:
+def plan_documents(lengths: Sequence[int], ranks: int, parts: int = 1) -> PackedLayout:
     """Give ranks whole documents, so that all have as many tokens and about as much causal work.
 
     Documents are split where ranks would have unlike work else: the longest ones, each rank with a chunk from the front
@@ -190,11 +209,12 @@ def plan_documents(lengths: Sequence[int], ranks: int) -> PackedLayout:
     Args:
         lengths: of the documents, in tokens.
         ranks: among which they are split.
+        parts: in which what a rank holds can be split again, by ``split_layout``.
 
     Raises:
-        InputError: a length is no integer above 0, or their sum is no multiple of ``ranks``.
+        InputError: a length is no integer above 0, or their sum is no multiple of ``ranks * parts``.
     """
-    starts = _starts_of(lengths, ranks)
+    starts = _starts_of(lengths, ranks * parts)
     for whole in _WHOLE:
         held = _place(_cut(starts, ranks, whole), starts[-1], ranks)
         work = [sum(_causal_work(span, starts) for span in spans) for spans in held]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from .layout import PackedLayout
@@ -21,6 +22,12 @@ class Sizes:
     heads_kv: int
     columns: int  # of q and k, and of v and o, together
     item_bytes: int
+    gather_ranks: int = 1  # by "heads+gather", where ``ranks`` divide heads
+
+    def between_hosts(self) -> Sizes:
+        """Return the sizes for ranks that gather keys of the same heads, once others have divided these."""
+        heads, heads_kv, tokens = self.heads // self.ranks, self.heads_kv // self.ranks, self.tokens * self.ranks
+        return dataclasses.replace(self, ranks=self.gather_ranks, tokens=tokens, heads=heads, heads_kv=heads_kv)
 
 
 def sent(strategy: str, sizes: Sizes, packed: PackedLayout | None) -> tuple[int, int]:
@@ -37,11 +44,20 @@ def sent(strategy: str, sizes: Sizes, packed: PackedLayout | None) -> tuple[int,
 
 def explain(strategy: str, sizes: Sizes, packed: PackedLayout | None, transport: str) -> list[str]:
     """Return why ranks split a call so, what each has, and what it sends."""
+    if strategy == "heads+gather":
+        first, *others = explain("heads", sizes, None, transport)
+        across = explain("gather", sizes.between_hosts(), packed, "collectives")
+        return [
+            first.replace("heads", "heads+gather, by heads", 1),
+            *others,
+            across[0].replace("strategy", "by"),
+            *across[1:],
+        ]
     whole = sizes.tokens * sizes.ranks
     if strategy == "heads":
         why = f"{sizes.ranks} ranks divide {sizes.heads_kv} K/V heads; all-to-all of q, k, v and o"
     elif packed is None:
-        why = "all ranks gather K and V; their gradients travel in fp32"
+        why = f"{sizes.ranks} ranks gather K and V; their gradients travel in fp32"
     else:
         why = "ranks have whole documents where they can; K and V of the others travel, their gradients in fp32"
     lines = [

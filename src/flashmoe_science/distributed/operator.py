@@ -51,7 +51,7 @@ class Attend(torch.autograd.Function):
 
 
 _OPTIONS = (
-    "SymInt owner, SymInt plan, SymInt ranks, SymInt head_groups, bool causal, float? softmax_scale, "
+    "SymInt owner, SymInt plan, SymInt ranks, SymInt head_groups, bool gathers, bool causal, float? softmax_scale, "
     "SymInt window_left, SymInt window_right, float softcap, bool return_lse"
 )
 
@@ -67,7 +67,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, alibi: Tenso
 
 
 def _recipe(inputs: Inputs, given: tuple[Any, ...]) -> Recipe:
-    number, plan, _, _, causal, scale, left, right, softcap, return_lse = given
+    number, plan, _, _, _, causal, scale, left, right, softcap, return_lse = given
     owner: Owner = named(number, "ContextParallel")
     options = Options(causal, scale, (left, right), softcap, return_lse=return_lse)
     if plan >= 0:
@@ -80,7 +80,7 @@ def _recipe(inputs: Inputs, given: tuple[Any, ...]) -> Recipe:
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, alibi: Tensor | None, *given: Any) -> Any:
     """Return outputs without data, in the memory order of the real ones."""
     check_fake(q, k, v, (4, 4, 4), (sinks, alibi, *given))
-    (plan, ranks, groups), return_lse = given[1:4], given[-1]
+    (plan, ranks, groups, gathers), return_lse = given[1:5], given[-1]
     (batch, heads, tokens, _), columns = q.shape, v.shape[3]
     o = q.new_empty(batch, tokens, heads, columns).transpose(1, 2)
     lse_heads = heads if return_lse or groups == 0 else 0
@@ -94,6 +94,9 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, alibi: 
         if plan >= 0:
             kept_o = q.new_empty(everything, mine, columns).transpose(0, 1)[None]
             kept_lse = torch.empty(everything, mine, dtype=torch.float32, device=q.device).t()[None]
+        elif gathers:
+            kept_o = q.new_empty(batch, everything, mine, columns).transpose(1, 2)
+            kept_lse = torch.empty(batch, everything, mine, dtype=torch.float32, device=q.device).transpose(1, 2)
         else:
             shape, row = (batch, mine, everything, q.shape[3]), received.shape[3]
             strides = canonical_strides(shape, (row, q.shape[3], batch * row, 1))
@@ -149,7 +152,7 @@ _backward.register_autograd(_refuse_second_order)
 
 
 def operate(
-    inputs: Inputs, options: Options, owner: int, plan: int, ranks: int, head_groups: int
+    inputs: Inputs, options: Options, owner: int, plan: int, ranks: int, head_groups: int, *, gathers: bool
 ) -> tuple[Tensor, Tensor]:
     """Call the operator, where torch traces.
 
@@ -158,12 +161,13 @@ def operate(
         options: of the call.
         owner: the number of the ``ContextParallel``.
         plan: that of the plan, or -1.
-        ranks: of the ``ContextParallel``.
+        ranks: of the ``ContextParallel`` that divide heads.
         head_groups: likewise, 0 by ``"gather"``.
+        gathers: whether keys of other ranks come, too.
     """
     q, k, v, heads = inputs
     o, lse, _ = _forward(
-        q, k, v, *heads, owner, plan, ranks, head_groups, options.causal, options.softmax_scale, *options.window,
-        options.softcap, options.return_lse,
+        q, k, v, *heads, owner, plan, ranks, head_groups, gathers, options.causal, options.softmax_scale,
+        *options.window, options.softcap, options.return_lse,
     )  # fmt: skip
     return o, lse

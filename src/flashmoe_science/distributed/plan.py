@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..attention.inputs import Options
 from .calls import Call, on_device, packed_call
-from .layout import Layout, PackedLayout, Pieces, Span
+from .layout import PackedLayout, Pieces, Span, split_layout
 from .named import name
 
 Mask = tuple[bool, tuple[int, int]]  # causal, window
@@ -43,9 +43,13 @@ class PackedPlan:
     told is prepared by its first call, which copies then: not while a CUDA graph is captured.
     """
 
-    def __init__(self, packed: PackedLayout, strategy: str, place: Place, device: torch.device) -> None:
-        """Copy where documents start. Use ``ContextParallel.plan``, which compares plans over ranks."""
-        self.packed, self.strategy, self.place = packed, strategy, place
+    def __init__(self, packed: PackedLayout, strategy: str, place: Place, device: torch.device, parts: int = 1) -> None:
+        """Copy where documents start. Use ``ContextParallel.plan``, which compares plans over ranks.
+
+        By ``"heads+gather"`` as many ranks as ``parts`` hold together what ``packed`` gives one.
+        """
+        self.packed, self.strategy, self.place, self._parts = packed, strategy, place, parts
+        self.layout = split_layout(packed.layout, parts)  # which tokens each rank holds
         self.number = name(self)
         self.device = device
         self.digest = hashlib.sha256(repr((packed.starts, packed.layout.held)).encode()).hexdigest()[:16]
@@ -57,11 +61,6 @@ class PackedPlan:
     def starts(self) -> tuple[int, ...]:
         """Return where documents start in the batch, and where the last one ends."""
         return self.packed.starts
-
-    @property
-    def layout(self) -> Layout:
-        """Return which tokens each rank holds."""
-        return self.packed.layout
 
     def prepare(self, masks: Sequence[Mask]) -> None:
         """Copy what calls of these masks take, by ``"gather"``."""
@@ -84,7 +83,7 @@ class PackedPlan:
 
     def _prepare(self, mask: Mask) -> DocumentCalls:
         if mask not in self._prepared:
-            packed, rank = self.packed, self.place.rank
+            packed, rank = self.packed, self.place.rank // self._parts
             alone, *rounds = packed.rounds[rank]
             spans = packed.layout.held[rank]
             options = Options(mask[0], window=mask[1])

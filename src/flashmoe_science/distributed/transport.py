@@ -199,8 +199,10 @@ class SymmetricMemory:
             self._stream.wait_stream(last)
 
 
-def transport_of(name: str, group: Group, device_type: str) -> Transport:
+def transport_of(name: str, group: Group, device_type: str, *further: Group) -> Transport:
     """Return the transport of a name; for ``"auto"`` ``"symmetric"`` where GPUs of one host read one another.
+
+    Names are compared over the ranks of ``further`` groups, too.
 
     Raises:
         InputError: there is none of this name, or ``"symmetric"`` is not asked for on all ranks.
@@ -212,7 +214,7 @@ def transport_of(name: str, group: Group, device_type: str) -> Transport:
         return Collectives(group)
     if device_type != "cuda":
         raise UnsupportedError(f'transport="symmetric" needs CUDA, and the mesh is of {device_type}')
-    compare(lambda: f"transport {name}", group)
+    compare(lambda: f"transport {name}", group, *further)
     reason = _why_unreadable(group)
     if reason and name == "symmetric":
         raise UnsupportedError(f'transport="symmetric" needs {reason}')
