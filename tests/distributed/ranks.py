@@ -93,3 +93,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    # Torch ends a process by abort where a thread of its functional collectives still runs while Python shuts down: of
+    # DTensors on CPUs in one run of six. What main() raises has ended the process before.
+    sys.stdout.flush()
+    os._exit(0)

@@ -33,7 +33,7 @@ class FakeCuda:
         return 0
 
     def get_device_properties(self, device):
-        return SimpleNamespace(L2_cache_size=1 << 10, uuid="aaaa")
+        return SimpleNamespace(L2_cache_size=1 << 10, total_memory=1 << 30, uuid="aaaa")
 
     def Stream(self):  # noqa: N802 - torch's name
         return "side"
