@@ -71,6 +71,12 @@ def test_the_pictures_of_the_readme_are_current(monkeypatch):
             assert there == text, "run: make readme"
 
 
+def test_the_readme_names_the_run_of_its_picture():
+    (named,) = re.findall(r"picture shows .*`flashmoe show (\w+)`", (ROOT / "README.md").read_text(encoding="utf-8"))
+    drawn = (ROOT / "docs" / "pictures" / "verdict-light.svg").read_text(encoding="utf-8")
+    assert f"{named}-host-flash_attention" in "".join(texts_of(drawn)), "name the run that the picture shows"
+
+
 def texts_of(picture):
     return re.findall(r"<text [^>]*>([^<]*)<", picture)
 

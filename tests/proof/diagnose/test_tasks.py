@@ -87,7 +87,7 @@ def test_of_a_kernel_toml_the_promises_are_taken(tmp_path):
         capped.explanation
     )
     assert "8 blocks of attend_kernel for 58 SMs: 86% of the SMs' time is idle" in told["grid too small"].explanation
-    assert "gate build of `flashmoe prove` reads it" in told["spills and local memory"].explanation
+    assert "registers and spills, from gate build" in told["spills and local memory"].explanation
 
 
 @pytest.mark.triton

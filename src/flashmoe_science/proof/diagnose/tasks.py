@@ -268,7 +268,7 @@ def _promised_kernels(subject: Subject) -> list[Kernel]:
             grid=promise.grid,
             block=promise.block,
             shared_memory_bytes=promise.shared_memory_bytes,
-            code_missing="gate build of `flashmoe prove` reads it",
+            code_missing="not read without a GPU; `flashmoe show` of a run has registers and spills, from gate build",
         )
         for promise in subject.kernels
     ]

@@ -114,8 +114,7 @@ def _mend(reason: str) -> str:
     """Return what a reason means, or what to do."""
     if found := re.match(r"stress draw (\w+): raised", reason):
         return f'not_served = ["{found[1]}"] in the kernel.toml says that the kernel does not take such inputs'
-    # A record names no folder of this machine.
-    told = 'the page "How large an error may be" of the documentation says what to look for'
+    told = "docs/explanation/error-scale.md says what to look for"  # a record names no folder of this machine
     return told if "allowed" in reason or "NaN in" in reason else ""
 
 

@@ -79,7 +79,8 @@ def check_signature(operator: Any, entry: Callable[..., Any], problem: Any) -> l
             taken = re.sub(r"\btorch\.Tensor\b", "Tensor", str(signature))
             raise SubjectError(
                 f"it takes {taken}, and the harness passes ({given}): {error}",
-                hint="name a function that takes these arguments, and let it call yours",
+                hint="name a function that takes these arguments, or let `bind` of your operator pass others: "
+                "docs/reference/operators.md",
             ) from error
     return [f"signature {signature}"]
 
