@@ -439,6 +439,81 @@ def test_what_earlier_calls_gave_is_compared_after_the_replay_and_then_freed(mon
         check(overwriting)
 
 
+def test_what_a_captured_call_overwrites_is_not_what_its_answer_is_judged_by(monkeypatch):
+    """Work may depend on values: what makes them zeros before it computes has little to do."""
+    monkeypatch.setattr(check_module, "_synchronize", lambda device: None)
+    monkeypatch.setattr(
+        check_module,
+        "_check_form",
+        lambda answer, wanted, device, which, form=check_module._check_form: form(answer, wanted, "cpu", which),
+    )
+    given: list[torch.Tensor] = []
+
+    class OnCpu(FakeOperator):
+        def make_inputs(self, problem, *, seed, device):
+            return super().make_inputs(problem, seed=seed, device="cpu")
+
+    def kept(q, k, v, **options):
+        given[:] = [q]
+        return attend(q, k, v, **options)
+
+    def zeroing(out):
+        given[0].zero_()
+        return attend(given[0], *rest, causal=False)
+
+    inputs = OPERATOR.make_inputs(SHORT, seed=1, device="cpu")
+    rest = inputs["k"], inputs["v"]
+    call = OPERATOR.bind(kept, SHORT, inputs)
+    with pytest.raises(WrongResultError, match="a replay of its CUDA graph: the input q was overwritten"):
+        check_module.check_replay(OnCpu(), call, SHORT, inputs, lambda call: Replay(call, zeroing), seed=9)
+    assert torch.equal(inputs["q"], OPERATOR.make_inputs(SHORT, seed=9, device="cpu")["q"])
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_what_keeps_the_first_inputs_is_found_at_new_addresses(kept):
+    """A descriptor that is cached by shape reads where the first inputs lay."""
+    first = []
+
+    def remembering(q, k, v, **options):
+        first.append((q, k, v))
+        return attend(*(first[0] if kept else (q, k, v)), **options)
+
+    if not kept:
+        check(remembering)
+        return
+    with pytest.raises(WrongResultError, match="the same values at new addresses: NaN in"):
+        check(remembering)
+
+
+def test_a_change_of_the_inputs_and_of_those_before_them_is_found():
+    """What inputs are compared with is out of a subject's reach."""
+    first = []
+
+    def halving(q, k, v, **options):
+        out = attend(q, k, v, **options)
+        first.append(q)
+        if first[0] is not q:
+            for each in (first[0], q):
+                each.data.mul_(0.5)
+        return out
+
+    with pytest.raises(WrongResultError, match="the same values at new addresses: the input q was overwritten"):
+        check(halving)
+
+
+def test_what_is_right_may_be_an_input():
+    class Same(FakeOperator):
+        def exact(self, problem, inputs):
+            return inputs["q"]
+
+        low_precision = exact
+
+        def error_budget(self, exact, low_precision):
+            return 1e-6
+
+    check(lambda q, k, v, **options: q.clone(), operator=Same())
+
+
 def test_an_input_of_one_element_is_no_constant():
     """A scale beside drawn integers says nothing of whether inputs are random."""
     first, second = ({"x": torch.arange(16) + seed, "scale": torch.ones(1)} for seed in range(2))

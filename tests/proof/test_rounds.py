@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flashmoe_science.errors import ProofError
-from flashmoe_science.proof.measure import arms
+from flashmoe_science.proof.measure import arms, rounds
 from flashmoe_science.proof.measure.allowed_error import Allowed
 from flashmoe_science.proof.subject.operator import Operator
 from flashmoe_science.proof.subject.subject import Subject
@@ -49,6 +49,15 @@ def test_inputs_rotate_over_sets_that_hold_twenty_times_the_cache():
     result = Bench(length=512).run(rounds=1).result
     assert (result["input_sets"], result["input_set_bytes"]) == (10, 2048)
     assert Bench(length=8192).run(rounds=1).result["input_sets"] == 2
+
+
+def test_all_ranks_have_as_many_sets_as_the_one_with_the_least_memory(monkeypatch):
+    """Ranks that make different numbers of calls wait for one another without end."""
+    bench = Bench(length=8192)
+    bench.timer.memory_bytes = 1 << 30
+    monkeypatch.setattr(rounds, "ranks_here", lambda: 2)
+    monkeypatch.setattr(rounds, "meet", lambda value, step: [value, 7] if step == "sets counted" else [value])
+    assert bench.run(rounds=1).result["input_sets"] == 7
 
 
 @pytest.mark.parametrize("times", [["graph"], ["wall"], ["kernel"]])

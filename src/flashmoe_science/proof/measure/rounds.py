@@ -171,8 +171,9 @@ def _make_input_sets(case: Case, seeds: _Seeds, timer: Timer) -> tuple[list[dict
     values = FreshValues(case.operator, case.problem, [make(1)], timer.name)
     values.write([0])  # what is compiled or loaded for it is not counted
     seconds = max(meet(timer.wall_seconds([lambda: values.write([0])]), "writing took"))
-    over_ranks = ranks_here() > 1
-    least = schedule.sets_over_ranks(_nbytes(first), timer.memory_bytes) if over_ranks else schedule.MIN_INPUT_SETS
+    least = schedule.MIN_INPUT_SETS
+    if ranks_here() > 1:  # as many on each, though cards may differ by little
+        least = min(meet(schedule.sets_over_ranks(_nbytes(first), timer.memory_bytes), "sets counted"))
     count = schedule.input_set_count(_nbytes(first), timer.l2_bytes, seconds, at_least=least)
     input_sets = [first, *(make(index) for index in range(1, count))]
     require_random(case.operator, *input_sets[:2])
