@@ -140,7 +140,17 @@ def copies_and_compares_nothing(cp: ContextParallel) -> bool:
 def compiled(rank: int, ranks: int) -> dict[str, Any]:
     """Compiled calls beside eager ones: one graph, also for batches of other documents."""
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
-    return _compiled(mesh, ranks, ("heads", 2), ("gather", 1))
+    found = _compiled(mesh, ranks, ("heads", 2), ("gather", 1))
+    return {**found, "autocast": compiled_under_autocast(ContextParallel(mesh, strategy="heads"))}
+
+
+def compiled_under_autocast(cp: ContextParallel) -> bool:
+    """Whether inputs of fp32 are cast as eagerly."""
+    q, k, v = (cp.shard(x.transpose(1, 2), 2) for x in Sizes(4, 4).draw(1, TOKENS)[:3])
+    graph = torch.compile(lambda q, k, v: cp.attention(q, k, v, causal=True), backend="aot_eager", fullgraph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = [call(q, k, v) for call in (functools.partial(cp.attention, causal=True), graph)]
+    return found[0].dtype == torch.bfloat16 and torch.equal(*found)
 
 
 def compiled_in_two_dimensions(rank: int, ranks: int) -> dict[str, Any]:
@@ -248,6 +258,7 @@ def errors_in_two_dimensions(rank: int, mesh: DeviceMesh, cp: ContextParallel) -
     odd = draw(0, 1, 3, 8, 16)
     line = ContextParallel(init_device_mesh("cpu", (4,)), strategy="gather")
     packed_q = draw(0, 8, 4, 16)
+    other_shape = ContextParallel(init_device_mesh("cpu", (4, 1)), strategy="heads+gather")
     reversed_mesh = DeviceMesh("cpu", [[0, 3], [2, 1]])
     make = functools.partial(ContextParallel, strategy="heads+gather")
     return {
@@ -267,6 +278,9 @@ def errors_in_two_dimensions(rank: int, mesh: DeviceMesh, cp: ContextParallel) -
         ),
         "plan of the other": message(
             lambda: cp.attention_packed(packed_q, packed_q, packed_q, line.plan([32])), InputError
+        ),
+        "plan of another shape": message(
+            lambda: cp.attention_packed(packed_q, packed_q, packed_q, other_shape.plan([8] * 4)), InputError
         ),
         "tokens": message(lambda: cp.layout(42), InputError),
         "lengths": message(lambda: cp.plan([42]), InputError),
@@ -423,6 +437,7 @@ def errors(rank: int, ranks: int) -> dict[str, Any]:
             ),
             InputError,
         ),
+        "autocast of one rank": message(lambda: _under_autocast(heads, q, enabled=rank == 0), InputError),
         "plan of a mesh": message(
             lambda: heads.attention_packed(packed_q, packed_q, packed_q, _moved(plan, members=(5, 6))), InputError
         ),
@@ -444,6 +459,11 @@ def errors(rank: int, ranks: int) -> dict[str, Any]:
         "gradients of outputs of one rank": [outputs_of_one_rank(heads, rank, name) for name in ("lse", "o")],
         "after all": float(heads.attention(q, k, v).sum() * 0),
     }
+
+
+def _under_autocast(cp: ContextParallel, x: Tensor, *, enabled: bool) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+        cp.attention(x, x, x, softcap=5.0)
 
 
 def _moved(plan: PackedPlan, **place: Any) -> PackedPlan:

@@ -49,7 +49,7 @@ def test_bits_are_those_of_one_process_where_promised(found: list[dict[str, Any]
 
 def test_compiled_calls_are_one_graph_with_the_bits_of_eager_ones(tmp_path: Path) -> None:
     for cases in run_ranks(_MODULE, "compiled", 2, tmp_path):
-        assert len(cases) == 10
+        assert len(cases) == 11
         assert all(cases.values()), cases
 
 
@@ -88,6 +88,7 @@ def test_errors_in_two_dimensions_are_raised_on_all_ranks(in_two_dimensions: lis
         "alibi": 'alibi needs causal=True with strategy="heads+gather"',
         "window": 'a window of packed documents needs causal=True with strategy="heads+gather"',
         "plan of the other": "the plan is of another strategy than heads+gather",
+        "plan of another shape": "members=(0, 1, 2, 3), parts=1), got Place(rank=0, members=(0, 1, 2, 3), parts=2)",
         "tokens": "a multiple of 4, the number of ranks, got 42",
         "lengths": "append a document of padding, to 44 tokens in all",
         "one dimension": 'mesh must have two dimensions for strategy="heads+gather", got 1',
@@ -154,8 +155,9 @@ def test_errors_name_the_rank_and_are_raised_on_all(found: list[dict[str, Any]])
         "groups of gather": 'strategy="gather" serves transport="collectives" and head_groups=1 alone',
         "groups of one rank": "1 head_groups, transport collectives and rank 1 has heads",
         "symmetric of one rank": "and rank 1 has transport symmetric",
-        "plan of a mesh": "the plan is of another mesh or rank: Place(rank=0, members=(5, 6)), got Place(rank=0, ",
-        "plan of a rank": "the plan is of another mesh or rank: Place(rank=1, members=(0, 1)), got Place(rank=0, ",
+        "autocast of one rank": "rank 0 has heads: q [1, 4, 8, 16] bfloat16, k",
+        "plan of a mesh": "the plan is of another mesh or rank: Place(rank=0, members=(5, 6), parts=1), got ",
+        "plan of a rank": "the plan is of another mesh or rank: Place(rank=1, members=(0, 1), parts=1), got ",
         "strategy": 'strategy must be "heads", "gather", "heads+gather" or "auto", got \'ring\'',
         "auto": "heads_kv must be given",
     }

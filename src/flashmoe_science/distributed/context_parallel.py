@@ -111,7 +111,7 @@ class ContextParallel:
         self._parts = self._dividing.size() if both else 1  # of what one rank would hold by "gather"
         self.ranks = self.group.size() * self._parts
         self.rank = self.group.rank() * self._parts + (self._dividing.rank() if both else 0)
-        self._place = Place(self.rank, tuple(mesh.mesh.flatten().tolist()))
+        self._place = Place(self.rank, tuple(mesh.mesh.flatten().tolist()), self._parts)
         groups = (self._dividing, self.group) if both else (self.group,)
         carrier = "collectives" if strategy == "gather" and transport == "auto" else transport
         self._transport = transport_of(carrier, self._dividing, mesh.device_type, *groups[1:])
@@ -154,7 +154,7 @@ class ContextParallel:
                 packed = plan_straight(lengths, self.ranks)
             else:
                 packed = plan_documents(lengths, self.group.size(), self._parts)
-            found.append(PackedPlan(packed, strategy, self._place, self._device(), self._parts))
+            found.append(PackedPlan(packed, strategy, self._place, self._device()))
             return f"a plan of {len(lengths)} documents, {packed.starts[-1]} tokens, digest {found[0].digest}"
 
         self._agreement.compare(describe)
@@ -203,14 +203,14 @@ class ContextParallel:
                 f"the plan is of {plan.layout.tokens} tokens and {plan.layout.ranks} ranks, "
                 f"got {tokens} and {self.ranks}"
             )
-        if plan.place != self._place:
-            raise InputError(
-                f"the plan is of another mesh or rank: {plan.place}, got {self._place}",
-                hint="make it by this ContextParallel's plan",
-            )
         if plan.strategy != self.strategy and not (self._chooses and plan.strategy == "gather"):
             raise InputError(
                 f"the plan is of another strategy than {self.strategy}",
+                hint="make it by this ContextParallel's plan",
+            )
+        if plan.place != self._place:
+            raise InputError(
+                f"the plan is of another mesh or rank: {plan.place}, got {self._place}",
                 hint="make it by this ContextParallel's plan",
             )
         return plan.layout
@@ -359,6 +359,8 @@ class ContextParallel:
 
     def _attend(self, inputs: Inputs, options: Options, plan: PackedPlan | None) -> tuple[Tensor, Tensor]:
         """Serve a call, whose tensors are ``[n, heads, columns]`` with a plan, and so are those returned."""
+        if all(isinstance(x, Tensor) for x in inputs[:3]):  # else the check names what is none, on all ranks
+            inputs = Inputs(*cast_under_autocast(*inputs[:3]), inputs.heads)
         if is_watched():
             strategy = self._strategy_of(plan)
             groups = 0 if strategy == "gather" else self.head_groups
@@ -368,7 +370,7 @@ class ContextParallel:
         else:
             recipe = self.recipe(inputs, options, plan)
             q, k, v, heads = _with_batch(inputs, plan)
-            o, lse = Attend.apply(recipe, *cast_under_autocast(q, k, v), *heads)  # type: ignore[no-untyped-call]
+            o, lse = Attend.apply(recipe, q, k, v, *heads)  # type: ignore[no-untyped-call]
         # By o[0], autograd would write zeros and copy the gradient into them.
         return (o, lse) if plan is None else (o.squeeze(0).transpose(0, 1), lse.squeeze(0))
 

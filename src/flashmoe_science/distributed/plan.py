@@ -23,6 +23,7 @@ class Place(NamedTuple):
 
     rank: int  # within the mesh
     members: tuple[int, ...]  # the ranks of the mesh, as the whole job numbers them
+    parts: int  # of what one rank would hold by "gather": as many as divide heads by "heads+gather", else 1
 
 
 class DocumentCalls(NamedTuple):
@@ -43,13 +44,13 @@ class PackedPlan:
     told is prepared by its first call, which copies then: not while a CUDA graph is captured.
     """
 
-    def __init__(self, packed: PackedLayout, strategy: str, place: Place, device: torch.device, parts: int = 1) -> None:
+    def __init__(self, packed: PackedLayout, strategy: str, place: Place, device: torch.device) -> None:
         """Copy where documents start. Use ``ContextParallel.plan``, which compares plans over ranks.
 
-        By ``"heads+gather"`` as many ranks as ``parts`` hold together what ``packed`` gives one.
+        As many ranks as ``place.parts`` hold together what ``packed`` gives one.
         """
-        self.packed, self.strategy, self.place, self._parts = packed, strategy, place, parts
-        self.layout = split_layout(packed.layout, parts)  # which tokens each rank holds
+        self.packed, self.strategy, self.place = packed, strategy, place
+        self.layout = split_layout(packed.layout, place.parts)  # which tokens each rank holds
         self.number = name(self)
         self.device = device
         self.digest = hashlib.sha256(repr((packed.starts, packed.layout.held)).encode()).hexdigest()[:16]
@@ -83,7 +84,7 @@ class PackedPlan:
 
     def _prepare(self, mask: Mask) -> DocumentCalls:
         if mask not in self._prepared:
-            packed, rank = self.packed, self.place.rank // self._parts
+            packed, rank = self.packed, self.place.rank // self.place.parts
             alone, *rounds = packed.rounds[rank]
             spans = packed.layout.held[rank]
             options = Options(mask[0], window=mask[1])
