@@ -22,6 +22,7 @@ from ..ranks.group import run_ranks
 from ..records.evidence import (
     GATE_NAMES,
     METHOD,
+    METHOD_OVER_RANKS,
     Arm,
     CaseRecord,
     Environment,
@@ -163,13 +164,14 @@ class Run:
     ) -> None:
         self.request = request
         self.subject = request.subject
-        self.settings = request.settings.model_copy(update={"method": METHOD})
+        self.ranks = environment.ranks.count if environment.ranks is not None else 1
+        method = METHOD if self.ranks == 1 else METHOD_OVER_RANKS
+        self.settings = request.settings.model_copy(update={"method": method})
         if self.settings.seed is None:  # values that are known beforehand could be answered beforehand
             self.settings = self.settings.model_copy(update={"seed": secrets.randbits(31)})
         self.environment = environment
         self.progress = progress
         self.operator = operator_of(request.subject)
-        self.ranks = environment.ranks.count if environment.ranks is not None else 1
         if self.ranks > 1:  # busy time of a GPU counts waiting for another one: it is no time of a call
             of_ranks = [kind for kind in self.settings.times if kind == "wall" or (kind == "graph" and self.has_gpu)]
             self.settings = self.settings.model_copy(update={"times": of_ranks})

@@ -26,7 +26,7 @@ from pydantic import (
     model_validator,
 )
 
-METHOD: Literal[3] = 3  # of ``Settings``: a run made today
+METHOD, METHOD_OVER_RANKS = 2, 3  # of ``Settings``: a run made today
 
 SCHEMA_VERSION = 2  # 1 had the launches in the arms
 
@@ -282,8 +282,8 @@ class CaseRecord(Model):
 class Settings(Model):
     """The measuring protocol of a run."""
 
-    # How times are taken: 2 has new values for each timed call, and no line that stays in L2. From 3 on, calls over
-    # ranks follow one another in longer blocks.
+    # How times are taken: 2 has new values for each timed call, and no line that stays in L2. 3 is for
+    # calls over ranks alone: they follow one another in longer blocks.
     method: Literal[1, 2, 3] = 1
     times: list[TimeKind] = ["kernel", "graph", "wall"]  # pydantic copies defaults
     processes: int = 3
