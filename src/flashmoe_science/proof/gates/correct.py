@@ -114,7 +114,8 @@ def _mend(reason: str) -> str:
     """Return what a reason means, or what to do."""
     if found := re.match(r"stress draw (\w+): raised", reason):
         return f'not_served = ["{found[1]}"] in the kernel.toml says that the kernel does not take such inputs'
-    told = "docs/explanation/error-scale.md says what to look for"  # a record names no folder of this machine
+    # A record names no folder of this machine.
+    told = 'page error-scale, "How large an error may be", of the documentation says what to look for'
     return told if "allowed" in reason or "NaN in" in reason else ""
 
 

@@ -80,7 +80,7 @@ def check_signature(operator: Any, entry: Callable[..., Any], problem: Any) -> l
             raise SubjectError(
                 f"it takes {taken}, and the harness passes ({given}): {error}",
                 hint="name a function that takes these arguments, or let `bind` of your operator pass others: "
-                "docs/reference/operators.md",
+                "page operators of the documentation",
             ) from error
     return [f"signature {signature}"]
 
