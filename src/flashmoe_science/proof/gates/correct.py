@@ -115,7 +115,7 @@ def _mend(reason: str) -> str:
     if found := re.match(r"stress draw (\w+): raised", reason):
         return f'not_served = ["{found[1]}"] in the kernel.toml says that the kernel does not take such inputs'
     # A record names no folder of this machine.
-    told = 'page error-scale, "How large an error may be", of the documentation says what to look for'
+    told = "page error-scale of the documentation says what to look for"
     return told if "allowed" in reason or "NaN in" in reason else ""
 
 
