@@ -312,22 +312,14 @@ def gpu_cases(rank: int, ranks: int) -> dict[str, Any]:
         for groups in (1, 2, 4):
             cp = ContextParallel(mesh, strategy="heads", transport=transport, head_groups=groups)
             name = f"heads, {transport}, {groups} groups"
-            for case in ("causal", "sinks"):
-                found[f"{name}, {case}"] = fixed(cp, FIXED[case], 2048 * ranks, sizes)
-                found[f"{name}, packed, {case}"] = packed(cp, FIXED[case], (1, 300, 77, 1024 * ranks, 646), sizes)
-            found[f"{name}, repeats"] = {"same": [0.0, _same_in_repeats(cp, sizes)]}
-            found[f"{name}, graph repeats"] = {"same": [0.0, _same_in_graph(cp, sizes, 2048 * ranks)]}
+            found |= _causal_and_sinks(cp, name, ranks, sizes)
     for shape in [(ranks // 2, 2), (ranks, 1)] if ranks % 2 == 0 else []:
         both = init_device_mesh("cuda", shape, mesh_dim_names=("gather", "heads"))
         for transport in ("collectives", "symmetric")[: shape[1]]:
             for groups in (1, 2):
                 cp = ContextParallel(both, strategy="heads+gather", transport=transport, head_groups=groups)
                 name = f"both, {shape}, {transport}, {groups} groups"
-                for case in ("causal", "sinks"):
-                    found[f"{name}, {case}"] = fixed(cp, FIXED[case], 2048 * ranks, sizes)
-                    found[f"{name}, packed, {case}"] = packed(cp, FIXED[case], (1, 300, 77, 1024 * ranks, 646), sizes)
-                found[f"{name}, repeats"] = {"same": [0.0, _same_in_repeats(cp, sizes)]}
-                found[f"{name}, graph repeats"] = {"same": [0.0, _same_in_graph(cp, sizes, 2048 * ranks)]}
+                found |= _causal_and_sinks(cp, name, ranks, sizes)
     return found
 
 
@@ -360,6 +352,16 @@ def _same_in_graph(cp: ContextParallel, sizes: Sizes, tokens: int) -> bool:
         if not all(torch.equal(mine, other) for mine, other in zip(replayed, call(), strict=True)):
             return False
     return True
+
+
+def _causal_and_sinks(cp: ContextParallel, name: str, ranks: int, sizes: Sizes) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for case in ("causal", "sinks"):
+        found[f"{name}, {case}"] = fixed(cp, FIXED[case], 2048 * ranks, sizes)
+        found[f"{name}, packed, {case}"] = packed(cp, FIXED[case], (1, 300, 77, 1024 * ranks, 646), sizes)
+    found[f"{name}, repeats"] = {"same": [0.0, _same_in_repeats(cp, sizes)]}
+    found[f"{name}, graph repeats"] = {"same": [0.0, _same_in_graph(cp, sizes, 2048 * ranks)]}
+    return found
 
 
 def _same_in_repeats(cp: ContextParallel, sizes: Sizes) -> bool:

@@ -16,10 +16,12 @@ import torch.utils.checkpoint
 
 from flashmoe_science.moe import calls, prepare, reference
 from flashmoe_science.moe.backward import autograd as gradients, plan as backward_plan
+from flashmoe_science.moe.calls import kernels_of
 from flashmoe_science.moe.plan import Tile, TileConfig, make_plan, workspace_sizes
-from flashmoe_science.moe.prepare import interpret, prepare_moe_kernels
+from flashmoe_science.moe.prepare import interpret
 from flashmoe_science.moe.problem import MoeProblem
 from flashmoe_science.moe.routing.api import describe_routing, run_route, run_route_backward
+from flashmoe_science.moe.tiles import SMALL_BACKWARD
 
 from .cases import Case, far_apart, make_tensors
 from .checks import assert_gradients_right, assert_right, names_of_gradients, run, run_gradients
@@ -308,17 +310,25 @@ def check_routes(seed: int) -> None:
 
 
 def check_sort(experts: int, pairs: int) -> None:
-    """Compare order, places and tiles with torch's stable sort; most pairs go to one expert, and some to none."""
+    """Compare what both passes make with torch's stable sort; most pairs go to one expert, and some to none."""
     ids = torch.randint(-2, experts + 1, (pairs, 1), generator=torch.Generator().manual_seed(pairs), dtype=torch.int32)
     ids[: pairs // 2] = min(2, experts - 1)
     problem = MoeProblem(pairs, experts, 1, 16, 16, "fp32")
     config = TileConfig(16, Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))
-    plan = make_plan(problem, "CPU", 0, "grouped_triton", config, None, "a test asked")
-    made = {name: torch.full((size,), -7, dtype=torch.int32) for name, size in workspace_sizes(plan).items()}
-    for step, kernel in zip(plan.steps, prepare_moe_kernels(plan), strict=True):
-        if step in ("sort", "count", "sum", "place"):
-            interpret(kernel, {"topk_ids": ids, **made})
-    flat = ids.flatten().long()
+    forward = make_plan(problem, "CPU", 0, "grouped_triton", config, None, "a test asked")
+    backward = backward_plan.make_backward_plan(problem, "CPU", 0, SMALL_BACKWARD, ("x",), "a test asked")
+    assert SMALL_BACKWARD.block_m == 16
+    for plan in (forward, backward):
+        made = {name: torch.full((size,), -7, dtype=torch.int32) for name, size in workspace_sizes(plan).items()}
+        for step, kernel in zip(plan.steps, kernels_of(plan), strict=True):
+            if step in ("sort", "count", "sum", "place"):
+                interpret(kernel, {"topk_ids": ids, **made})
+        assert_sorted(ids.flatten().long(), experts, made)
+
+
+def assert_sorted(flat: torch.Tensor, experts: int, made: dict[str, torch.Tensor]) -> None:
+    """Check order, places, tiles of 16 rows and offsets, if there are some."""
+    pairs = len(flat)
     exists = (flat >= 0) & (flat < experts)
     order = torch.sort(torch.where(exists, flat, experts), stable=True).indices[: int(exists.sum())]
     assert torch.equal(made["order_ptr"][: len(order)].long(), order)
@@ -333,6 +343,8 @@ def check_sort(experts: int, pairs: int) -> None:
     table = made["tiles_ptr"].view(-1, 4)
     assert table[0, 0] == len(tiles) <= len(table) - 1
     assert table[1 : 1 + len(tiles), :3].tolist() == tiles
+    if "offsets_ptr" in made:
+        assert made["offsets_ptr"][: experts + 5].tolist() == [0, *itertools.accumulate(counts), 0, 0, 0, 0]
 
 
 def main() -> None:

@@ -366,13 +366,17 @@ class Replay:
         self.released = True
 
 
-def test_a_replay_of_a_graph_is_judged_with_other_values(monkeypatch):
+def replay_on_a_cpu(monkeypatch):
     monkeypatch.setattr(check_module, "_synchronize", lambda device: None)
     monkeypatch.setattr(
         check_module,
         "_check_form",
         lambda answer, wanted, device, which, form=check_module._check_form: form(answer, wanted, "cpu", which),
     )
+
+
+def test_a_replay_of_a_graph_is_judged_with_other_values(monkeypatch):
+    replay_on_a_cpu(monkeypatch)
     inputs = OPERATOR.make_inputs(SHORT, seed=1, device="cpu")
     made = []
 
@@ -400,12 +404,7 @@ def test_a_replay_of_a_graph_is_judged_with_other_values(monkeypatch):
 def test_what_earlier_calls_gave_is_compared_after_the_replay_and_then_freed(monkeypatch):
     """What is right of the replay takes the memory that they had."""
     held = []
-    monkeypatch.setattr(check_module, "_synchronize", lambda device: None)
-    monkeypatch.setattr(
-        check_module,
-        "_check_form",
-        lambda answer, wanted, device, which, form=check_module._check_form: form(answer, wanted, "cpu", which),
-    )
+    replay_on_a_cpu(monkeypatch)
 
     class OnCpu(FakeOperator):
         def make_inputs(self, problem, *, seed, device):
@@ -441,12 +440,7 @@ def test_what_earlier_calls_gave_is_compared_after_the_replay_and_then_freed(mon
 
 def test_what_a_captured_call_overwrites_is_not_what_its_answer_is_judged_by(monkeypatch):
     """Work may depend on values: what makes them zeros before it computes has little to do."""
-    monkeypatch.setattr(check_module, "_synchronize", lambda device: None)
-    monkeypatch.setattr(
-        check_module,
-        "_check_form",
-        lambda answer, wanted, device, which, form=check_module._check_form: form(answer, wanted, "cpu", which),
-    )
+    replay_on_a_cpu(monkeypatch)
     given: list[torch.Tensor] = []
 
     class OnCpu(FakeOperator):

@@ -119,7 +119,7 @@ class _Activation:
         changes = [torch.zeros_like(slope) for slope in slopes]
         for side, bound in enumerate(self.halves(product.bound)):
             for sign in (-1, 1):
-                # Of the layout of the product: a CPU rounds functions of dense and of strided tensors differently.
+                # The copy keeps its layout: a CPU rounds functions of dense and of strided tensors differently.
                 moved = self.halves(product.value.clone())
                 moved[side].add_(bound, alpha=sign)
                 new = self.slopes(moved)
