@@ -93,7 +93,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # Torch ends a process by abort where a thread of its functional collectives still runs while Python shuts down: of
-    # DTensors on CPUs in one run of six. What main() raises has ended the process before.
+    # A functional collective of torch 2.13 keeps the process group: gloo's threads outlive destroy_process_group, and
+    # abort a process that shuts down under them (DTensors on CPUs: one run of six). What main() raises ended it before.
     sys.stdout.flush()
     os._exit(0)
