@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flashmoe_science import InputError, UnsupportedError, flash_attention, flash_attention_varlen
-from flashmoe_science.distributed import ContextParallel, PackedPlan, exchange, plan as plans
+from flashmoe_science.distributed import ContextParallel, PackedPlan, documents, exchange, plan as plans
 from flashmoe_science.distributed.transport import transport_of
 
 TOKENS = 64
@@ -137,6 +137,15 @@ def copies_and_compares_nothing(cp: ContextParallel) -> bool:
     return not refuse.called
 
 
+def keys_travel(cp: ContextParallel, lengths: tuple[int, ...]) -> int:
+    """Return how often keys of other ranks come for a call of packed documents and its gradients."""
+    plan = cp.plan(lengths)
+    q, k, v = (cp.shard(x, 0, plan).requires_grad_() for x in Sizes(8, 4).draw(sum(lengths))[:3])
+    with mock.patch.object(documents, "start_gathering", wraps=exchange.start_gathering) as gathering:
+        cp.attention_packed(q, k, v, plan, causal=True).sum().backward()
+    return gathering.call_count
+
+
 def compiled(rank: int, ranks: int) -> dict[str, Any]:
     """Compiled calls beside eager ones: one graph, also for batches of other documents."""
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
@@ -220,6 +229,9 @@ def all_cases(rank: int, ranks: int) -> dict[str, Any]:
                 found[f"heads, 2 groups, {name}"] = fixed(grouped, FIXED[name], TOKENS, Sizes(16, 8))
                 found[f"heads, 2 groups, packed, {name}"] = packed(grouped, PACKED[name], LENGTHS, Sizes(16, 8))
         found[f"{strategy}, later plans"] = {"x": [0.0, copies_and_compares_nothing(cp)]}
+        if strategy == "gather":
+            batches = (8, *(1,) * 40), (TOKENS,)  # one of a few tokens is split, and one of all
+            found["gather, keys travel"] = {"x": [0.0, [keys_travel(cp, lengths) for lengths in batches] == [1, 2]]}
         x = draw(1, 3, TOKENS, 2)
         found[f"{strategy}, unshard"] = {"x": [0.0, torch.equal(cp.unshard(cp.shard(x, 1), 1), x)]}
     return found

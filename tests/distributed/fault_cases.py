@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import time
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from flashmoe_science.distributed import ContextParallel, ExpertParallel, calls, expert_parallel
+from flashmoe_science.distributed.transport import SymmetricMemory
 from flashmoe_science.errors import RankLostError
 
 KILLED = 2
@@ -56,3 +59,23 @@ def in_experts(rank: int, ranks: int) -> dict[str, Any]:
     except RankLostError as error:
         message = str(error)
     return {"message": message, "seconds": time.monotonic() - begun, "gradient": x.grad is not None}
+
+
+def in_symmetric_memory(rank: int, ranks: int) -> dict[str, Any]:
+    """The last rank does not come to the second exchange of GPUs."""
+    device = torch.device("cuda", rank)
+    transport = SymmetricMemory(dist.new_group(timeout=timedelta(seconds=5)))
+    x = torch.full((2, 3), float(rank), device=device)
+    (found,) = transport.gather([x])
+    assert found[:, 0].tolist() == [float(each) for each in range(ranks) for _ in range(2)]
+    message, begun = "no error", time.monotonic()
+    if rank != ranks - 1:
+        try:
+            transport.gather([x])
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            message = str(error).splitlines()[0]
+    dist.distributed_c10d._get_default_store().add("gave up", 1)
+    while dist.distributed_c10d._get_default_store().add("gave up", 0) < ranks:
+        time.sleep(0.1)
+    return {"message": message, "seconds": time.monotonic() - begun}

@@ -32,6 +32,15 @@ def test_a_killed_rank_ends_the_others_and_is_named(function: str, tmp_path: Pat
         assert not each["gradient"]
 
 
+@pytest.mark.gpu
+def test_gpus_wait_for_a_rank_as_long_as_their_group(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    found = run_ranks("tests.distributed.fault_cases", "in_symmetric_memory", 2, tmp_path, backend="cuda:nccl")
+    assert found[0]["message"].startswith("CUDA error"), found
+    assert 5 <= found[0]["seconds"] < 30, found
+
+
 class _Group:
     group_name = "0"
 

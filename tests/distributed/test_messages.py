@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from flashmoe_science.distributed.layout import plan_documents
@@ -26,6 +28,15 @@ def test_documents_that_stay_whole_are_not_sent():
     assert 0 < packed.sent <= 32
     k_and_v = packed.sent * 2 * 256
     assert sent("gather", TWO, packed) == (2 * k_and_v, 6 * k_and_v)
+
+
+def test_few_keys_that_came_are_kept_and_not_sent_again():
+    packed = plan_documents([8, *[1] * 40], 2)
+    k_and_v = packed.sent * 2 * 256
+    assert sent("gather", TWO, packed) == (2 * k_and_v, 4 * k_and_v)
+    assert sent("gather", dataclasses.replace(TWO, may_keep=False), packed) == (2 * k_and_v, 6 * k_and_v)
+    *_, backward = explain("gather", TWO, packed, "collectives")
+    assert backward.endswith(f"foreseen: {0.07 + 4 * k_and_v / 261e6:.2f} ms")
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ class _Handle:
     def __init__(self, buffers: Sequence[Tensor]) -> None:
         self._buffers = buffers
 
-    def barrier(self) -> None:
+    def barrier(self, *, timeout_ms: int) -> None:
         pass
 
     def get_buffer(self, peer: int, sizes: Sequence[int], dtype: torch.dtype, offset: int) -> Tensor:

@@ -22,7 +22,10 @@ Keys = tuple[Tensor, Tensor]  # K and V, [1, HK, keys, columns] each
 
 @dataclass(frozen=True)
 class DocumentsRecipe:
-    """A call of whole documents, while K and V of the others travel; then a call of parts of those."""
+    """A call of whole documents, while K and V of the others travel; then a call of parts of those.
+
+    K and V that came are kept for the gradients if they are few (``PackedLayout.keeps``); else they travel again.
+    """
 
     group: dist.ProcessGroup
     calls: DocumentCalls
@@ -32,14 +35,15 @@ class DocumentsRecipe:
         arrive = self._send(inputs)
         whole = self._attend(self.calls.whole, inputs, slice(None), (inputs.k, inputs.v)) if self.calls.whole else None
         keys = arrive()
+        kept = list(keys) if keys and self.calls.keeps else []
         if self.calls.shared and keys:
             parts = self._attend(self.calls.shared, inputs, self._rows_of_parts, keys)
             if whole is None:
-                return Attended(*parts, [])
+                return Attended(*parts, kept)
             for into, part in zip(whole, parts, strict=True):
                 into[:, :, self._rows_of_parts] = part
         assert whole is not None  # a rank has tokens
-        return Attended(*whole, [])
+        return Attended(*whole, kept)
 
     def _attend(self, call: Call, inputs: Inputs, rows: slice, keys: Keys) -> tuple[Tensor, Tensor]:
         k, v = keys
@@ -57,7 +61,8 @@ class DocumentsRecipe:
             own = {name: x[:, :, rows] for name, x in given.items() if x is not None}
             return call.gradients({**own, "k": k, "v": v, **inputs.heads.given()}, wanted, unrounded=unrounded)
 
-        keys, parts, whole = self._send(inputs)(), None, None
+        keys = (found.kept[0], found.kept[1]) if found.kept else self._send(inputs)()
+        parts, whole = None, None
         if self.calls.shared and keys:
             parts = gradients(self.calls.shared, self._rows_of_parts, keys, unrounded=True)
         arrive = self._send_sums(inputs, parts)

@@ -156,6 +156,13 @@ class PackedLayout:
         """Return how many tokens the rank holds that has the most in parts of documents: so many each rank sends."""
         return max(sum(end - start for start, end in self.parts(rank)) for rank in range(self.layout.ranks))
 
+    @functools.cached_property
+    def keeps(self) -> bool:
+        """Return whether ranks keep the keys that come: of a causal call, no rank needs more than it has tokens."""
+        ranks = range(self.layout.ranks)
+        needed = (self.pieces(self.parts(rank), causal=True, window=(-1, -1)).starts_k[-1] for rank in ranks)
+        return max(needed) * len(ranks) <= self.layout.tokens
+
     def parts(self, rank: int) -> tuple[Span, ...]:
         """Return the parts of documents that a rank holds."""
         return self.layout.held[rank][self.rounds[rank][0] :]

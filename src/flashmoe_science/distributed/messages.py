@@ -23,11 +23,18 @@ class Sizes:
     columns: int  # of q and k, and of v and o, together
     item_bytes: int
     gather_ranks: int = 1  # by "heads+gather", where ``ranks`` divide heads
+    may_keep: bool = True  # by "gather", keys that came, for the gradients; not by "heads+gather"
 
     def between_hosts(self) -> Sizes:
         """Return the sizes for ranks that gather keys of the same heads, once others have divided these."""
         heads, heads_kv, tokens = self.heads // self.ranks, self.heads_kv // self.ranks, self.tokens * self.ranks
-        return dataclasses.replace(self, ranks=self.gather_ranks, tokens=tokens, heads=heads, heads_kv=heads_kv)
+        return dataclasses.replace(
+            self, ranks=self.gather_ranks, tokens=tokens, heads=heads, heads_kv=heads_kv, may_keep=False
+        )
+
+    def keeps(self, packed: PackedLayout | None) -> bool:
+        """Return whether keys that came are kept, eagerly: a graph does not."""
+        return self.may_keep and packed is not None and packed.keeps
 
 
 def sent(strategy: str, sizes: Sizes, packed: PackedLayout | None) -> tuple[int, int]:
@@ -39,7 +46,8 @@ def sent(strategy: str, sizes: Sizes, packed: PackedLayout | None) -> tuple[int,
         return both, both
     tokens = sizes.batch * sizes.tokens if packed is None else packed.sent
     elements = away * tokens * sizes.heads_kv * sizes.columns
-    return elements * sizes.item_bytes, elements * (sizes.item_bytes + 4)  # sums of gradients are fp32
+    again = 0 if sizes.keeps(packed) else sizes.item_bytes
+    return elements * sizes.item_bytes, elements * (again + 4)  # sums of gradients are fp32
 
 
 def explain(strategy: str, sizes: Sizes, packed: PackedLayout | None, transport: str) -> list[str]:
@@ -72,7 +80,7 @@ def explain(strategy: str, sizes: Sizes, packed: PackedLayout | None, transport:
         )
     start, rate = _NVLINK[transport]
     for name, bytes_ in zip(("forward", "backward"), sent(strategy, sizes, packed), strict=True):
-        exchanges = 2 if strategy == "heads" or name == "backward" else 1
+        exchanges = 2 if strategy == "heads" or (name == "backward" and not sizes.keeps(packed)) else 1
         ms = (exchanges * start + bytes_ / rate) if bytes_ else 0.0
         link = bytes_ / max(1, sizes.ranks - 1) / 1e6
         foreseen = f"over NVLink foreseen: {ms:.2f} ms"

@@ -63,7 +63,9 @@ _OPTIONS = (
 )
 def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, alibi: Tensor | None, *given: Any) -> Any:
     inputs = Inputs(q, k, v, ByHead(sinks, alibi))
-    return tuple(_recipe(inputs, given).forward(inputs))
+    o, lse, kept = _recipe(inputs, given).forward(inputs)
+    head_groups = given[3]
+    return o, lse, kept if head_groups else []  # of gathered keys a graph does not know the number
 
 
 def _recipe(inputs: Inputs, given: tuple[Any, ...]) -> Recipe:

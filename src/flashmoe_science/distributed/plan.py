@@ -35,6 +35,7 @@ class DocumentCalls(NamedTuple):
     sent: int  # tokens that each rank sends, some of them padding
     keys: Tensor  # int32: of those that come, which tokens are the keys of ``shared``
     rounds: tuple[tuple[Span, ...], ...]  # the same tokens as spans: the keys of first parts, of second parts, ...
+    keeps: bool  # whether these keys are kept for the gradients, instead of being sent again
 
 
 class PackedPlan:
@@ -103,6 +104,7 @@ class PackedPlan:
                 packed.sent,
                 on_device(torch.cat(arrivals) if arrivals else (), self.device),
                 places,
+                packed.keeps,
             )
         return self._prepared[mask]
 

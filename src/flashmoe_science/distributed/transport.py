@@ -95,7 +95,8 @@ class SymmetricMemory:
     """Each rank reads what the others have for it: the host starts a few copies, and no collective.
 
     Source: ``torch.distributed._symmetric_memory``. Messages lie in one buffer that all ranks can read. A barrier
-    before each read says that all have written; one in ``begin`` says that all have read.
+    before each read says that all have written; one in ``begin`` says that all have read. A GPU that waits in one for
+    the timeout of the group's collectives prints which rank did not come, and ends in a CUDA error.
     """
 
     name = "symmetric"
@@ -106,6 +107,7 @@ class SymmetricMemory:
         self._buffer: Tensor | None = None
         self._before: list[Tensor] = []  # smaller buffers: CUDA graphs may hold their addresses
         self._handle: Any = None
+        self._timeout_ms = 0
         self._used = 0
         self._stream: Any = None  # of the call before
 
@@ -115,7 +117,7 @@ class SymmetricMemory:
         if self._buffer is None or self._buffer.numel() < size:
             self._grow(size, device)
         self._follow(device)
-        self._handle.barrier()
+        self._handle.barrier(timeout_ms=self._timeout_ms)
         self._used = 0
 
     def _grow(self, size: int, device: torch.device) -> None:
@@ -128,6 +130,8 @@ class SymmetricMemory:
             # ahead has signalled: the signal is lost, and a barrier waits for ever.
             torch.cuda.synchronize(device)
             self._handle = symmetric_memory.rendezvous(self._buffer, self._group)
+        timeout = self._group._get_backend(device).options._timeout  # noqa: SLF001 - has no public name
+        self._timeout_ms = round(timeout.total_seconds() * 1e3)
 
     def message(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a part of the buffer. It is overwritten after the next ``begin``."""
@@ -180,7 +184,7 @@ class SymmetricMemory:
 
     def _arrived(self, *messages: Tensor) -> list[Any]:
         """Wait until all have written; return each rank and its messages, the next one first: all links are used."""
-        self._handle.barrier()
+        self._handle.barrier(timeout_ms=self._timeout_ms)
         found = []
         for step in range(self._ranks):
             peer = (self._rank + step) % self._ranks
