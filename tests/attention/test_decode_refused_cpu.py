@@ -142,7 +142,8 @@ OPTIONS: dict[str, tuple[dict[str, object], str]] = {
     "softcap": ({"softcap": -1.0}, r"softcap must be 0 \(none\) or more, .* got -1.0"),
     "scale": ({"softmax_scale": float("nan")}, r"softmax_scale must be finite"),
     "splits": ({"num_splits": 1000}, r"num_splits must be 0 \(the plan chooses\) to 256, got 1000"),
-    "splits of what": ({"num_splits": True}, r"num_splits must be an integer, got True"),
+    "splits of what": ({"num_splits": True}, r"num_splits must be an integer from 0 to 256, got True"),
+    "splits of int64": ({"num_splits": 2**31}, r"num_splits must be an integer from 0 to 256, got 2147483648"),
     "kernel of what": ({"kernel": ["decode_triton"]}, r"kernel must be the name of a kernel, got \['decode_triton'\]"),
     "kernel": ({"kernel": "fast"}, r"auto or one of decode_gluon_sm90, decode_triton, reference, got 'fast'"),
 }
@@ -176,7 +177,7 @@ VALUES: dict[str, tuple[CacheCase, str, tuple[Any, int], str]] = {
     "page": (PAGED, "page_table", ((0, 2), 13), r"page_table\[0, 2\] must be from 0 to 12, got 13"),
     "no page": (PAGED, "page_table", ((1, 0), -1), r"page_table\[1, 0\] must be from 0 to 12, got -1"),
     "padding": (
-        dataclasses.replace(PLAIN, padding=(0, 0)), "leftpad_k", (1, 6), r"leftpad_k\[1\] must be .* length 5, got 6",
+        dataclasses.replace(PLAIN, padding=(0, 5)), "leftpad_k", (1, 6), r"leftpad_k\[1\] must be .* length 5, got 6",
     ),
     "row": (dataclasses.replace(PLAIN, rows=(0, 1)), "cache_batch_idx", (0, 2), r"cache_batch_idx\[0\] .* to 1, got 2"),
     "one row twice": (

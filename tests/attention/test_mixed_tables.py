@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from flashmoe_science.attention.mixed.plan import mixed_plan
+from flashmoe_science.attention.mixed.plan import mixed_plan, most_splits
 from flashmoe_science.attention.mixed.prepare import prepare_mixed
 from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.gpu.compile import read_resources
@@ -50,6 +50,13 @@ class Compiled:
             q_strides=(0, dim, group * row, 1), k_strides=(page * row, dim, row, 1),
             v_strides=(page * row, dim, row, 1), **sizes,
         )  # fmt: skip
+
+
+def test_the_most_shares_of_few_rows_and_of_many_are_those_of_their_tiles():
+    problem = Compiled(90, 64, 16, "plain").problem()
+    config = mixed_plan(problem, SPECS["H200"], "").config
+    assert (config.few.block_n, config.many.block_n) == (64, 128)
+    assert most_splits(problem, config) == (8192 // 64 // 2, 8192 // 128 // 8)  # of 2 and of 8 steps at least
 
 
 PORTABLE = [

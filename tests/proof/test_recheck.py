@@ -9,6 +9,7 @@ import torch
 
 from flashmoe_science.proof.gates import chain
 from flashmoe_science.proof.gates.run import passed
+from flashmoe_science.proof.measure import recheck
 from flashmoe_science.proof.measure.recheck import FirstAnswer, check_answers, write_answer
 
 from .chain import (
@@ -121,3 +122,10 @@ def test_a_module_that_blinds_the_process_that_holds_it_is_caught(tmp_path: Path
     assert gate.status.value == "failed"
     assert f"{SHORT.name}: a process without the subject finds its answer wrong: error" in gate.summary, gate
     assert record.cases[0].correct is False
+
+
+def test_an_answer_of_the_largest_size_is_written_and_a_larger_one_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(recheck, "LARGEST_BYTES", 40)
+    for elements, written in ((10, 40), (11, 0)):
+        write_answer(torch.zeros(elements), tmp_path / "answer")
+        assert (tmp_path / "answer").stat().st_size == written

@@ -25,7 +25,7 @@ from ...gpu.memory_overlap import has_internal_overlap, is_expanded, meet, share
 from ...gpu.subclasses import PLAIN
 from ..checks import DTYPE_NAMES, check_pages
 from ..inputs import check_window, pointer_alignment
-from ..problem import LARGEST_SCALE, canonical_strides
+from ..problem import LARGEST_SCALE, MAX_SPLITS, canonical_strides
 from .problem import CacheProblem
 
 _STRIDED = torch.strided
@@ -122,7 +122,7 @@ def check_types(options: CacheOptions) -> CacheOptions:
     if type(window) is not tuple or len(window) != 2 or any(type(size) is not int for size in window):  # type: ignore[redundant-expr] # callers may pass what types rule out
         raise InputError(f"window must be two integers (left, right), -1 for no bound, got {shown(window)}")
     if type(num_splits) is not int or abs(num_splits) >= 2**31:
-        raise InputError(f"num_splits must be an integer, got {shown(num_splits)}")
+        raise InputError(f"num_splits must be an integer from 0 to {MAX_SPLITS}, got {shown(num_splits)}")
     for name, value in (("softcap", softcap), ("softmax_scale", scale)):  # type: ignore[assignment] # callers may pass what types rule out
         is_number = isinstance(value, (int, float)) and type(value) is not bool  # type: ignore[redundant-expr] # NumPy's float64 is one
         if not is_number and not (name == "softmax_scale" and value is None):
