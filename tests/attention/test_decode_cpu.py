@@ -325,7 +325,8 @@ USUAL = (
     "append-paged", "rotary", "rotary-pairs", "features", "bias-across", "fp32-unequal-widths", "splits",
     "many-rows-paged", "shared", "bits-invariant",
     "lengths", "page-3", "batch-idx", "leftpad-paged", "append-rows", "append-too-much", "window",
-    "more-rows-than-keys", "sinks-no-keys", "merge-in-steps", "many-sequences", "no-capacity", "fp8-head",
+    "more-rows-than-keys", "sinks-no-keys", "merge-in-steps", "many-sequences", "no-capacity",
+    "fp8-head", "fp8-token-rows",
 )  # fmt: skip
 
 

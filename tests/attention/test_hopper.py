@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import heapq
 import itertools
 import re
@@ -440,6 +441,8 @@ def test_what_takes_one_round_compiles(causal, tmp_path):
 def test_many_rows_of_few_keys_that_are_wide_are_not_for_the_one_pass_kernel(heads, keys, head_dim, kernel):
     plan = plan_attention(make_problem(1, heads, keys, head_dim), H200)
     assert plan.kernel == kernel
+    wide = dataclasses.replace(make_problem(1, 32, 256, 64), head_dim_v=128)  # the wider of both decides
+    assert plan_attention(wide, H200).kernel == "forward_gluon_sm90"
     assert (f"32 rows to {keys} keys of {head_dim} columns" in plan.reason) == (kernel == "forward_gluon_sm90")
 
 

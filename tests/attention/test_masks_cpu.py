@@ -188,6 +188,11 @@ def test_plans_choose_the_kernels_of_masks():
         assert plan.launches[0].pattern == "_masked_forward_kernel"
     assert plan_attention(few, SPECS["H200"]).kernel == "forward_masked_triton"  # 128 row tiles for 132 SMs
     assert plan_attention(problem, SPECS["H200"]).kernel == "forward_masked_gluon_sm90"
+    rows = {
+        n: plan_attention(dataclasses.replace(problem, seqlen_q=n), SPECS["A100"]).config.block_m
+        for n in (20, 100, 8192)
+    }
+    assert rows == {20: 16, 100: 64, 8192: 128}  # no tile is half empty
     sizes = ((256, 256), (64, 256), (256, 64))  # the wider of both decides what fits
     tiles = {
         plan_attention(dataclasses.replace(problem, head_dim=d, head_dim_v=dv), SPECS["A100"]).config for d, dv in sizes
