@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable
@@ -13,9 +14,11 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.flop_counter import FlopCounterMode
 
 from flashmoe_science import InputError, UnsupportedError, flash_attention, flash_attention_varlen
 from flashmoe_science.distributed import ContextParallel, PackedPlan, documents, exchange, plan as plans
+from flashmoe_science.distributed.layout import plan_documents
 from flashmoe_science.distributed.transport import transport_of
 
 TOKENS = 64
@@ -137,11 +140,15 @@ def copies_and_compares_nothing(cp: ContextParallel) -> bool:
     return not refuse.called
 
 
-def keys_travel(cp: ContextParallel, lengths: tuple[int, ...]) -> int:
-    """Return how often keys of other ranks come for a call of packed documents and its gradients."""
+def keys_travel(cp: ContextParallel, lengths: tuple[int, ...], *, counted: bool) -> int:
+    """Return how often keys of other ranks come for a call of packed documents and its gradients.
+
+    Where operations are ``counted``, autograd has the operator.
+    """
     plan = cp.plan(lengths)
     q, k, v = (cp.shard(x, 0, plan).requires_grad_() for x in Sizes(8, 4).draw(sum(lengths))[:3])
-    with mock.patch.object(documents, "start_gathering", wraps=exchange.start_gathering) as gathering:
+    counter = FlopCounterMode(display=False) if counted else contextlib.nullcontext()
+    with counter, mock.patch.object(documents, "start_gathering", wraps=exchange.start_gathering) as gathering:
         cp.attention_packed(q, k, v, plan, causal=True).sum().backward()
     return gathering.call_count
 
@@ -231,7 +238,8 @@ def all_cases(rank: int, ranks: int) -> dict[str, Any]:
         found[f"{strategy}, later plans"] = {"x": [0.0, copies_and_compares_nothing(cp)]}
         if strategy == "gather":
             batches = (8, *(1,) * 40), (TOKENS,)  # one of a few tokens is split, and one of all
-            found["gather, keys travel"] = {"x": [0.0, [keys_travel(cp, lengths) for lengths in batches] == [1, 2]]}
+            often = [keys_travel(cp, lengths, counted=counted) for counted in (False, True) for lengths in batches]
+            found["gather, keys travel"] = {"x": [0.0, often == [1, 2, 1, 2]]}
         x = draw(1, 3, TOKENS, 2)
         found[f"{strategy}, unshard"] = {"x": [0.0, torch.equal(cp.unshard(cp.shard(x, 1), 1), x)]}
     return found
@@ -317,8 +325,13 @@ def gpu_cases(rank: int, ranks: int) -> dict[str, Any]:
             found[f"{strategy}, {name}"] = fixed(cp, FIXED[name], 2048 * ranks, sizes)
         for name in ("causal", "full", "sinks"):
             found[f"{strategy}, packed, {name}"] = packed(cp, FIXED[name], (1, 300, 77, 1024 * ranks, 646), sizes)
+        few_split = (512 * ranks, *(64,) * 80 * ranks)
+        assert plan_documents(few_split, ranks).keeps
+        found[f"{strategy}, packed, few split"] = packed(cp, FIXED["causal"], few_split, sizes)
         found[f"{strategy}, repeats"] = {"same": [0.0, _same_in_repeats(cp, sizes)]}
-        found[f"{strategy}, graph repeats"] = {"same": [0.0, _same_in_graph(cp, sizes, 2048 * ranks)]}
+        n = 512 * ranks
+        for name, lengths in (("graph", (n, 2 * n, n)), ("graph, few split,", few_split)):
+            found[f"{strategy}, {name} repeats"] = {"same": [0.0, _same_in_graph(cp, sizes, lengths)]}
     sizes = Sizes(8 * ranks, 4 * ranks, 128, 128, torch.bfloat16)
     for transport in ("collectives", "symmetric"):
         for groups in (1, 2, 4):
@@ -335,10 +348,10 @@ def gpu_cases(rank: int, ranks: int) -> dict[str, Any]:
     return found
 
 
-def _same_in_graph(cp: ContextParallel, sizes: Sizes, tokens: int) -> bool:
+def _same_in_graph(cp: ContextParallel, sizes: Sizes, lengths: tuple[int, ...]) -> bool:
     """Whether a CUDA graph of a packed call and its gradients, replayed on other inputs, gives the bits of the call."""
-    plan = cp.plan([tokens // 4, tokens // 2, tokens // 4])
-    held = [cp.shard(x, 0, plan) for x in sizes.draw(tokens)]
+    plan = cp.plan(lengths)
+    held = [cp.shard(x, 0, plan) for x in sizes.draw(sum(lengths))]
     q, k, v = leaves = [x.requires_grad_() for x in held[:3]]
     do = held[3]
 
@@ -372,7 +385,9 @@ def _causal_and_sinks(cp: ContextParallel, name: str, ranks: int, sizes: Sizes) 
         found[f"{name}, {case}"] = fixed(cp, FIXED[case], 2048 * ranks, sizes)
         found[f"{name}, packed, {case}"] = packed(cp, FIXED[case], (1, 300, 77, 1024 * ranks, 646), sizes)
     found[f"{name}, repeats"] = {"same": [0.0, _same_in_repeats(cp, sizes)]}
-    found[f"{name}, graph repeats"] = {"same": [0.0, _same_in_graph(cp, sizes, 2048 * ranks)]}
+    found[f"{name}, graph repeats"] = {
+        "same": [0.0, _same_in_graph(cp, sizes, (512 * ranks, 1024 * ranks, 512 * ranks))]
+    }
     return found
 
 

@@ -35,9 +35,9 @@ class DocumentsRecipe:
         arrive = self._send(inputs)
         whole = self._attend(self.calls.whole, inputs, slice(None), (inputs.k, inputs.v)) if self.calls.whole else None
         keys = arrive()
-        kept = list(keys) if keys and self.calls.keeps else []
-        if self.calls.shared and keys:
-            parts = self._attend(self.calls.shared, inputs, self._rows_of_parts, keys)
+        kept = [keys] if keys is not None and self.calls.keeps else []
+        if self.calls.shared and keys is not None:
+            parts = self._attend(self.calls.shared, inputs, self._rows_of_parts, _split(keys, inputs))
             if whole is None:
                 return Attended(*parts, kept)
             for into, part in zip(whole, parts, strict=True):
@@ -61,10 +61,10 @@ class DocumentsRecipe:
             own = {name: x[:, :, rows] for name, x in given.items() if x is not None}
             return call.gradients({**own, "k": k, "v": v, **inputs.heads.given()}, wanted, unrounded=unrounded)
 
-        keys = (found.kept[0], found.kept[1]) if found.kept else self._send(inputs)()
+        keys = found.kept[0] if found.kept else self._send(inputs)()
         parts, whole = None, None
-        if self.calls.shared and keys:
-            parts = gradients(self.calls.shared, self._rows_of_parts, keys, unrounded=True)
+        if self.calls.shared and keys is not None:
+            parts = gradients(self.calls.shared, self._rows_of_parts, _split(keys, inputs), unrounded=True)
         arrive = self._send_sums(inputs, parts)
         if self.calls.whole:
             whole = gradients(self.calls.whole, slice(None), (inputs.k, inputs.v))
@@ -81,10 +81,10 @@ class DocumentsRecipe:
     def _rows_of_parts(self) -> slice:
         return slice(self.calls.alone, None)
 
-    def _send(self, inputs: Inputs) -> Callable[[], Keys | None]:
+    def _send(self, inputs: Inputs) -> Callable[[], Tensor | None]:
         """Begin to send this rank's parts of documents. What is returned waits for the keys of ``shared``.
 
-        All ranks send and wait, also those that need no keys.
+        Those are K and V side by side, ``[1, HK, keys, D + DV]``. All ranks send and wait, also those that need none.
         """
         if not self.calls.sent:
             return lambda: None
@@ -97,10 +97,9 @@ class DocumentsRecipe:
             place.copy_(x)
         gathered, wait = start_gathering(message, self.group)
 
-        def arrive() -> Keys:
+        def arrive() -> Tensor:
             wait()
-            found = gathered.index_select(0, self.calls.keys).transpose(0, 1)[None]
-            return found[..., :columns], found[..., columns:]
+            return gathered.index_select(0, self.calls.keys).transpose(0, 1)[None]
 
         return arrive
 
@@ -141,6 +140,12 @@ class DocumentsRecipe:
                 added.append(made[begin : begin + end - start])
                 begin += end - start
             torch._foreach_add_(places, added)
+
+
+def _split(keys: Tensor, inputs: Inputs) -> Keys:
+    """View keys that came as K and V."""
+    columns = inputs.k.shape[3]
+    return keys[..., :columns], keys[..., columns:]
 
 
 def _tokens_first(x: Tensor) -> Tensor:

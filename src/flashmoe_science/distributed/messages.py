@@ -79,10 +79,12 @@ def explain(strategy: str, sizes: Sizes, packed: PackedLayout | None, transport:
             f"{min(alone)} to {max(alone)} whole documents a rank, {split} split; each rank sends {packed.sent} tokens"
         )
     start, rate = _NVLINK[transport]
+    keeps = strategy == "gather" and sizes.keeps(packed)
     for name, bytes_ in zip(("forward", "backward"), sent(strategy, sizes, packed), strict=True):
-        exchanges = 2 if strategy == "heads" or (name == "backward" and not sizes.keeps(packed)) else 1
+        exchanges = 2 if strategy == "heads" or (name == "backward" and not keeps) else 1
         ms = (exchanges * start + bytes_ / rate) if bytes_ else 0.0
         link = bytes_ / max(1, sizes.ranks - 1) / 1e6
         foreseen = f"over NVLink foreseen: {ms:.2f} ms"
-        lines.append(f"a rank sends {bytes_ / 1e6:.1f} MB {name}, {link:.1f} MB to each other; {foreseen}")
+        again = ", and K and V again if compiled" if name == "backward" and keeps else ""
+        lines.append(f"a rank sends {bytes_ / 1e6:.1f} MB {name}{again}, {link:.1f} MB to each other; {foreseen}")
     return lines

@@ -63,9 +63,8 @@ _OPTIONS = (
 )
 def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, alibi: Tensor | None, *given: Any) -> Any:
     inputs = Inputs(q, k, v, ByHead(sinks, alibi))
-    o, lse, kept = _recipe(inputs, given).forward(inputs)
-    head_groups = given[3]
-    return o, lse, kept if head_groups else []  # of gathered keys a graph does not know the number
+    # By "gather" keys may be kept, of which a graph does not know the number: it has none, and sends them again.
+    return tuple(_recipe(inputs, given).forward(inputs))
 
 
 def _recipe(inputs: Inputs, given: tuple[Any, ...]) -> Recipe:

@@ -96,7 +96,7 @@ class SymmetricMemory:
 
     Source: ``torch.distributed._symmetric_memory``. Messages lie in one buffer that all ranks can read. A barrier
     before each read says that all have written; one in ``begin`` says that all have read. A GPU that waits in one for
-    the timeout of the group's collectives prints which rank did not come, and ends in a CUDA error.
+    the timeout that the group had when the buffer was made ends in a CUDA error.
     """
 
     name = "symmetric"
@@ -131,7 +131,7 @@ class SymmetricMemory:
             torch.cuda.synchronize(device)
             self._handle = symmetric_memory.rendezvous(self._buffer, self._group)
         timeout = self._group._get_backend(device).options._timeout  # noqa: SLF001 - has no public name
-        self._timeout_ms = round(timeout.total_seconds() * 1e3)
+        self._timeout_ms = max(1, round(timeout.total_seconds() * 1e3))  # 0 would be none
 
     def message(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a part of the buffer. It is overwritten after the next ``begin``."""
