@@ -66,7 +66,7 @@ COMPARED: dict[type[ast.cmpop], tuple[str, tuple[str, ...]]] = {
     ast.In: ("in", ("not in",)),
 }
 TURNED = {"min": "max", "max": "min", "minimum": "maximum", "maximum": "minimum"}
-NEAREST = 2  # imports between a test and the module, beyond those of the nearest test
+NEAREST = 4  # imports between a test and the module, beyond those of the nearest test
 FIRST = 4  # test files that run before all others, as most faults are found there
 # These compare the text of sources, which finds every change and no fault; and tests that need a GPU.
 IGNORED = re.compile(r"fingerprint|identit|dependencies|untold|test_staleness|printed_claims|test_readme|_gpu$")
@@ -296,9 +296,11 @@ class Imports:
     def _imported(self, name: str) -> set[str]:
         path = self.files[name]
         package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
-        found = set()
+        found = {".".join([*package, "conftest"])}  # pytest imports it
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):  # a child process runs it: python -m
+                found.add(node.value)
+            elif isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 above = package[: len(package) + 1 - node.level] if node.level else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 
 import numpy as np
 import pytest
@@ -61,6 +62,16 @@ def test_demonstrated_when_every_interval_lies_above():
     assert verdict.cases[0].interval.estimate == pytest.approx(2.1, rel=0.01)
     assert "every one of 3 cases is at least 2x; the lowest is case0" in verdict.reason
     assert verdict.record == build_record().id
+
+
+def test_the_deciding_case_is_the_one_whose_interval_begins_lowest():
+    draw = random.Random(1)
+    noisy = _with_seconds(
+        build_record(speedups=[2.4, 2.5, 3.0]), "sdpa", lambda s: s * draw.uniform(0.85, 1.15), case=1
+    )
+    verdict = judge(build_claim(), noisy)
+    assert verdict.status is DEMONSTRATED
+    assert "; the deciding one is case1, 2.4" in verdict.reason
 
 
 def test_refuted_when_one_interval_lies_below():
@@ -198,6 +209,7 @@ def test_uncommitted_changes_and_notes_are_said_in_the_reason():
     verdict = judge(build_claim(), dirty, notes=["2 of 9 sources changed since the run: a.py, b.py"])
     assert verdict.status is DEMONSTRATED
     assert verdict.reason.endswith("uncommitted changes; 2 of 9 sources changed since the run: a.py, b.py")
+    assert verdict.reason.count("uncommitted") == 1  # the harness lies in the same tree
 
 
 # The control
