@@ -17,6 +17,7 @@ from flashmoe_science.attention.backward.problem import BackwardProblem
 from flashmoe_science.attention.forward.plan import plan_attention
 from flashmoe_science.attention.masks.block_mask import as_block_mask
 from flashmoe_science.attention.problem import AttentionProblem
+from flashmoe_science.attention.tiles import ForwardConfig
 from flashmoe_science.gpu.specs import SPECS
 
 from ..exhaustive import all_but
@@ -188,11 +189,10 @@ def test_plans_choose_the_kernels_of_masks():
         assert plan.launches[0].pattern == "_masked_forward_kernel"
     assert plan_attention(few, SPECS["H200"]).kernel == "forward_masked_triton"  # 128 row tiles for 132 SMs
     assert plan_attention(problem, SPECS["H200"]).kernel == "forward_masked_gluon_sm90"
-    rows = {
-        n: plan_attention(dataclasses.replace(problem, seqlen_q=n), SPECS["A100"]).config.block_m
-        for n in (20, 100, 8192)
-    }
-    assert rows == {20: 16, 100: 64, 8192: 128}  # no tile is half empty
+    for rows, block_m in ((20, 16), (100, 64), (8192, 128)):  # no tile is half empty
+        config = plan_attention(dataclasses.replace(problem, seqlen_q=rows), SPECS["A100"]).config
+        assert isinstance(config, ForwardConfig)
+        assert config.block_m == block_m
     sizes = ((256, 256), (64, 256), (256, 64))  # the wider of both decides what fits
     tiles = {
         plan_attention(dataclasses.replace(problem, head_dim=d, head_dim_v=dv), SPECS["A100"]).config for d, dv in sizes

@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 from flashmoe_science.attention.mixed.plan import mixed_plan, most_splits
 from flashmoe_science.attention.mixed.prepare import prepare_mixed
 from flashmoe_science.attention.problem import AttentionProblem
+from flashmoe_science.attention.tiles import MixedConfig
 from flashmoe_science.gpu.compile import read_resources
 from flashmoe_science.gpu.specs import SPECS
 
@@ -55,6 +56,7 @@ class Compiled:
 def test_the_most_shares_of_few_rows_and_of_many_are_those_of_their_tiles():
     problem = Compiled(90, 64, 16, "plain").problem()
     config = mixed_plan(problem, SPECS["H200"], "").config
+    assert isinstance(config, MixedConfig)
     assert (config.few.block_n, config.many.block_n) == (64, 128)
     assert most_splits(problem, config) == (8192 // 64 // 2, 8192 // 128 // 8)  # of 2 and of 8 steps at least
 
