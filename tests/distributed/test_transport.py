@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from flashmoe_science.distributed.copies import widened
@@ -22,6 +25,9 @@ class _Group:
 
     def size(self) -> int:
         return self._ranks
+
+    def _get_backend(self, _device: torch.device) -> Any:
+        return SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(seconds=90)))
 
 
 class _Handle:
@@ -107,3 +113,28 @@ def test_other_rows_stay_as_they_are(odd: str) -> None:
     found = {"offset": x[:, 1:33], "stride": torch.zeros(4, 36, dtype=torch.bfloat16)[:, :32], "columns": x.t()}[odd]
     assert widened([x, found])[1] is found
     assert widened([x])[0].shape == (4, 5)
+
+
+def test_a_larger_buffer_is_used_once_all_ranks_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    met = [True, False, True]
+
+    def rendezvous(buffer: Tensor, _group: Any) -> _Handle:
+        if not met.pop(0):
+            raise ValueError("a rank did not come")
+        return _Handle([buffer, buffer])
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
+    monkeypatch.setattr(symmetric_memory, "empty", torch.empty)
+    monkeypatch.setattr(symmetric_memory, "rendezvous", rendezvous)
+    transport: Any = SymmetricMemory(_Group(0, 2))  # type: ignore[arg-type] # has what is read
+    device = torch.device("cpu")
+    transport.begin(1000, device)
+    assert transport._timeout_ms == 90_000
+    small, handle = transport._buffer, transport._handle
+    with pytest.raises(ValueError, match="did not come"):
+        transport.begin(10**6, device)
+    assert transport._buffer is small
+    assert transport._handle is handle
+    transport.begin(10**6, device)
+    assert transport._buffer.numel() >= 10**6
+    assert [before is small for before in transport._before] == [True]  # a CUDA graph may hold its address

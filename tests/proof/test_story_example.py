@@ -123,7 +123,7 @@ def test_what_is_built_is_stopped_where_no_gpu_is_needed(no_gpu, tmp_path):
     changed = gate_of(records["e"], "import")
     arguments = "(Tensor, Tensor, Tensor, causal=False, softmax_scale=None)"
     assert f"it takes (q, k, v, scale, is_causal), and the harness passes {arguments}" in changed.summary
-    assert "an operator whose `bind` passes others" in changed.hint
+    assert "Or write an operator: its `bind` passes others" in changed.hint
 
     for gate in (unloaded, changed):
         assert gate.summary in PAGE

@@ -123,14 +123,15 @@ class SymmetricMemory:
     def _grow(self, size: int, device: torch.device) -> None:
         import torch.distributed._symmetric_memory as symmetric_memory
 
-        self._before += [] if self._buffer is None else [self._buffer]
+        timeout = self._group._get_backend(device).options._timeout  # noqa: SLF001 - has no public name
         with collective(self._group, "rendezvous of symmetric memory"):
-            self._buffer = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+            buffer = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
             # The pads of its barriers are set to 0 on the stream. Behind other work that comes after a rank that is
             # ahead has signalled: the signal is lost, and a barrier waits for ever.
             torch.cuda.synchronize(device)
-            self._handle = symmetric_memory.rendezvous(self._buffer, self._group)
-        timeout = self._group._get_backend(device).options._timeout  # noqa: SLF001 - has no public name
+            self._handle = symmetric_memory.rendezvous(buffer, self._group)
+        self._before += [] if self._buffer is None else [self._buffer]
+        self._buffer = buffer  # not before all have met: a later call would use it with the handle of another
         self._timeout_ms = max(1, round(timeout.total_seconds() * 1e3))  # 0 would be none
 
     def message(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -79,7 +79,7 @@ def check_signature(operator: Any, entry: Callable[..., Any], problem: Any) -> l
             taken = re.sub(r"\btorch\.Tensor\b", "Tensor", str(signature))
             raise SubjectError(
                 f"it takes {taken}, and the harness passes ({given}): {error}",
-                hint="name a function that takes these arguments, or write an operator whose `bind` passes others",
+                hint="name a function that takes these arguments. Or write an operator: its `bind` passes others",
             ) from error
     return [f"signature {signature}"]
 
