@@ -95,8 +95,8 @@ MAX_FEW_PAIRS = 128
 MAX_PAIRS_SORTED_AT_ONCE = 4096
 SORT_FEW_CHUNK, SORT_FEW_WARPS = 512, 8
 CHUNK, COUNT_WARPS = 256, 4
-PLACE_WARPS = 8
-_PLACE_ELEMENTS = 16384  # a program compares each of its pairs with every expert
+PLACE_PAIRS, PLACE_WARPS = 64, 2  # a divisor of CHUNK: a program compares its pairs with each other
+_FEW_ELEMENTS = 16384  # a program of ``_sort_few_kernel`` compares each of its pairs with every expert
 SUM_CHUNKS, SUM_COLUMNS, SUM_WARPS = 256, 16, 4
 COMBINE_COLUMNS, COMBINE_WARPS, COMBINE_UNROLL = 512, 2, 8
 # Tile rows for batch_invariant: independent of the number of tokens.
@@ -157,12 +157,7 @@ def block_experts(experts: int) -> int:
 
 def sort_pairs(experts: int) -> int:
     """Return the pairs of one program of ``_sort_few_kernel``."""
-    return max(1, min(32, _PLACE_ELEMENTS // block_experts(experts)))
-
-
-def place_pairs(experts: int) -> int:
-    """Return the pairs of one program of ``_place_kernel``, a divisor of ``CHUNK``."""
-    return max(1, min(64, _PLACE_ELEMENTS // block_experts(experts)))
+    return max(1, min(32, _FEW_ELEMENTS // block_experts(experts)))
 
 
 def most_tiles(problem: MoeProblem, block_m: int) -> int:
@@ -228,7 +223,7 @@ def sort_steps(problem: MoeProblem) -> Steps:
     return [
         ("count", planned("_count_kernel", chunks, COUNT_WARPS)),
         ("sum", planned("_sum_chunks_kernel", block_experts(problem.experts) // SUM_COLUMNS, SUM_WARPS)),
-        ("place", planned("_place_kernel", cdiv(problem.pairs, place_pairs(problem.experts)), PLACE_WARPS)),
+        ("place", planned("_place_kernel", cdiv(problem.pairs, PLACE_PAIRS), PLACE_WARPS)),
     ]
 
 

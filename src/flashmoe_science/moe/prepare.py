@@ -18,13 +18,13 @@ from .plan import (
     CHUNK,
     COMBINE_COLUMNS,
     COMBINE_UNROLL,
+    PLACE_PAIRS,
     SORT_FEW_CHUNK,
     SORTED,
     SUM_CHUNKS,
     SUM_COLUMNS,
     MoePlan,
     block_experts,
-    place_pairs,
     rows_of_tiles,
     sort_chunks,
     sort_pairs,
@@ -135,7 +135,7 @@ def _place(plan: MoePlan, grid: Grid, warps: int) -> PreparedKernel:
         "EXPERTS": problem.experts,
         "BLOCK_E": block_experts(problem.experts),
         "BLOCK_M": rows_of_tiles(plan.config),
-        "BLOCK_P": place_pairs(problem.experts),
+        "BLOCK_P": PLACE_PAIRS,
         "CHUNK": CHUNK,
     }
     return triton_kernel(_place_kernel, plan, grid, warps, arguments, constants)

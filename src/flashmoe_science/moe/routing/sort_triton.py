@@ -160,30 +160,44 @@ def _place_kernel(
     CHUNK: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """Write the positions of BLOCK_P pairs. Grid: (cdiv(P, BLOCK_P),)."""
+    """Write the positions of BLOCK_P pairs. Grid: (cdiv(P, BLOCK_P),).
+
+    A program counts and sums by expert once, and each pair gathers the entry of its expert. Only the pairs of one
+    program are compared with each other.
+    """
     pid = tl.program_id(0)
     if DEPENDENT_LAUNCH:
         gdc_wait()
         gdc_launch_dependents()
-    chunk = (pid * BLOCK_P // CHUNK).to(tl.int64)
-    own, others = pid * BLOCK_P + tl.arange(0, BLOCK_P), pid * BLOCK_P // CHUNK * CHUNK + tl.arange(0, CHUNK)
+    chunk = pid * BLOCK_P // CHUNK
+    inside, others = tl.arange(0, BLOCK_P), chunk * CHUNK + tl.arange(0, CHUNK)
+    own = pid * BLOCK_P + inside
     ids = _load_experts(ids_ptr, own, pairs, EXPERTS, BLOCK_E - 1)
-    theirs = _load_experts(ids_ptr, others, pairs, EXPERTS, BLOCK_E - 1)
-    same = (theirs[None, :] == ids[:, None]) & (others[None, :] < own[:, None])  # [BLOCK_P, CHUNK]
-    before = tl.load(counts_ptr + chunk * BLOCK_E + ids) + tl.sum(same.to(tl.int32), 1)
-    counts = tl.load(counts_ptr + chunks.to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E))
-    _place(
-        own,
-        ids,
-        before,
-        counts,
-        tiles_ptr,
-        order_ptr,
-        positions_ptr,
-        offsets_ptr,
-        pairs,
-        pid,
-        EXPERTS,
-        BLOCK_E,
-        BLOCK_M,
-    )
+    theirs = _load_experts(ids_ptr, others, pid * BLOCK_P, EXPERTS, BLOCK_E - 1)  # earlier pairs of the chunk
+    experts = tl.arange(0, BLOCK_E)
+    earlier = tl.load(counts_ptr + chunk.to(tl.int64) * BLOCK_E + experts) + tl.histogram(theirs, BLOCK_E)
+    totals_ptr = counts_ptr + chunks.to(tl.int64) * BLOCK_E
+    counts = tl.where(experts < EXPERTS, tl.load(totals_ptr + experts), 0)
+    tiles = (counts + BLOCK_M - 1) // BLOCK_M
+    offsets = tl.cumsum(counts, 0) - counts
+    # [others, own]: threads have columns of their own, so that sums need no other thread.
+    same = (ids[:, None] == ids[None, :]) & (inside[:, None] < inside[None, :])
+    before = tl.gather(earlier, ids, 0) + tl.sum(same.to(tl.int32), 0)
+    first = tl.gather(offsets, ids, 0)
+    position = first + before
+    present = (own < pairs) & (ids < EXPERTS)
+    tl.store(order_ptr + position, own, mask=present)
+    tl.store(positions_ptr + own, tl.where(present, position, -1), mask=own < pairs)
+    begins = present & (before % BLOCK_M == 0)  # a tile
+    first_tile = tl.gather(tl.cumsum(tiles, 0) - tiles, ids, 0)
+    end = first + tl.load(totals_ptr + ids)
+    entry = tiles_ptr + 4 + 4 * (first_tile + before // BLOCK_M)
+    tl.store(entry, ids, mask=begins)
+    tl.store(entry + 1, position, mask=begins)
+    tl.store(entry + 2, tl.minimum(position + BLOCK_M, end), mask=begins)
+    if pid == 0:
+        header = tl.arange(0, 4)
+        tl.store(tiles_ptr + header, tl.where(header == 0, tl.sum(tiles, 0), 0))
+        if offsets_ptr is not None:
+            tl.store(offsets_ptr + experts, offsets, mask=experts <= EXPERTS)
+            tl.store(offsets_ptr + EXPERTS + 1 + header, tl.zeros([4], tl.int32))
