@@ -114,15 +114,22 @@ class Call:
         return o.transpose(0, 1)[None], lse[None]
 
     def gradients(
-        self, tensors: Mapping[str, Tensor], wanted: Sequence[str], *, unrounded: bool = False
+        self,
+        tensors: Mapping[str, Tensor],
+        wanted: Sequence[str],
+        *,
+        unrounded: bool = False,
+        out: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
         """Return gradients by name, in the form of ``tensors``, which hold o, lse and their gradients too.
 
-        With dk and dv, fp32, those of k and v are added to them. ``unrounded`` is that of ``attention_gradients``.
+        With dk and dv, fp32, those of k and v are added to them. ``unrounded`` and ``out`` are those of
+        ``attention_gradients``.
         """
         if self.starts is None:
-            return gradients_of(self.options, tensors, wanted, unrounded=unrounded)
-        found = gradients_of(self.options, {**_without_batch(tensors), **self.starts}, wanted, unrounded=unrounded)
+            return gradients_of(self.options, tensors, wanted, unrounded=unrounded, out=out)
+        given = {**_without_batch(tensors), **self.starts}
+        found = gradients_of(self.options, given, wanted, unrounded=unrounded, out=out and _without_batch(out))
         return {name: x if name == "sinks" else x.transpose(0, 1)[None] for name, x in found.items()}
 
 

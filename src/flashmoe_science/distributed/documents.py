@@ -1,6 +1,7 @@
 """Attention of packed documents that lie on one rank where they can: K and V travel for the others alone.
 
-Calls of whole documents are given all tokens of a rank. So their outputs have room for those of the parts.
+The forward call of whole documents is given all tokens of a rank. So its outputs have room for those of the parts.
+Gradients are made where they belong: both calls write slices of the same tensors.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from .calls import Attended, Call, Gradients, Inputs
 from .copies import widened
 from .exchange import start_all_to_all, start_gathering, sum_ranks_into
+from .layout import Span
 from .plan import DocumentCalls
 
 Keys = tuple[Tensor, Tensor]  # K and V, [1, HK, keys, columns] each
@@ -55,27 +57,27 @@ class DocumentsRecipe:
         """Return the gradients of the local tokens: first of parts, whose sums then travel."""
         given = {"q": inputs.q, "o": found.o, "lse": found.lse, "do": do, "dlse": dlse}
         wanted = ["q", "k", "v", *(["sinks"] if sinks else [])]
+        made = {name: _empty_like(x) for name, x in zip("qkv", inputs[:3], strict=True)}
 
-        def gradients(call: Call, rows: slice, keys: Keys, *, unrounded: bool = False) -> dict[str, Tensor]:
+        def gradients(call: Call, rows: slice, keys: Keys, names: str, *, unrounded: bool = False) -> dict[str, Tensor]:
             k, v = keys
             own = {name: x[:, :, rows] for name, x in given.items() if x is not None}
-            return call.gradients({**own, "k": k, "v": v, **inputs.heads.given()}, wanted, unrounded=unrounded)
+            out = {name: made[name][:, :, rows] for name in names}
+            tensors = {**own, "k": k, "v": v, **inputs.heads.given()}
+            return call.gradients(tensors, wanted, unrounded=unrounded, out=out)
 
         keys = found.kept[0] if found.kept else self._send(inputs)()
         parts, whole = None, None
         if self.calls.shared and keys is not None:
-            parts = gradients(self.calls.shared, self._rows_of_parts, _split(keys, inputs), unrounded=True)
+            rows = self._rows_of_parts
+            parts = gradients(self.calls.shared, rows, _split(keys, inputs), "q", unrounded=True)
         arrive = self._send_sums(inputs, parts)
         if self.calls.whole:
-            whole = gradients(self.calls.whole, slice(None), (inputs.k, inputs.v))
-        dsinks = torch.stack([made["sinks"] for made in (whole, parts) if made]).sum(0) if sinks else None
-        if whole is None:
-            assert parts is not None  # a rank has tokens
-            whole = {"q": parts["q"], "k": _empty_like(inputs.k), "v": _empty_like(inputs.v)}
-        elif parts is not None:
-            whole["q"][:, :, self._rows_of_parts] = parts["q"]
-        arrive(whole["k"], whole["v"])
-        return Gradients(whole["q"], whole["k"], whole["v"], dsinks)
+            rows = slice(0, self.calls.alone)
+            whole = gradients(self.calls.whole, rows, (inputs.k[:, :, rows], inputs.v[:, :, rows]), "qkv")
+        dsinks = torch.stack([one["sinks"] for one in (whole, parts) if one]).sum(0) if sinks else None
+        arrive(made["k"], made["v"])
+        return Gradients(made["q"], made["k"], made["v"], dsinks)
 
     @property
     def _rows_of_parts(self) -> slice:
@@ -112,10 +114,12 @@ class DocumentsRecipe:
             return lambda _dk, _dv: None
         sizes = [self.calls.sent * x.shape[1] * x.shape[3] for x in (inputs.k, inputs.v)]
         # A rank's keys, then its values: so that what is added lies in one piece, which is faster than halves of rows.
-        message = torch.zeros(self.group.size(), sum(sizes), dtype=torch.float32, device=inputs.k.device)
-        if parts is not None:
+        message = torch.empty(self.group.size(), sum(sizes), dtype=torch.float32, device=inputs.k.device)
+        if parts is None:
+            message.zero_()
+        else:
             for name, sums in zip("kv", torch.split(message, sizes, 1), strict=True):
-                self._add_to_sums(torch.unflatten(sums, 1, (self.calls.sent, -1)), _tokens_first(parts[name]))
+                self._write_sums(torch.unflatten(sums, 1, (self.calls.sent, -1)), _tokens_first(parts[name]))
         received, wait = start_all_to_all(message, self.group)
 
         def arrive(dk: Tensor, dv: Tensor) -> None:
@@ -126,20 +130,27 @@ class DocumentsRecipe:
 
         return arrive
 
-    def _add_to_sums(self, sums: Tensor, made: Tensor) -> None:
-        """Add gradients of the keys of ``shared`` to ``sums``, ``[W, sent, HK * columns]``.
+    def _write_sums(self, sums: Tensor, made: Tensor) -> None:
+        """Write the sums of gradients of the keys of ``shared`` to ``sums``, ``[W, sent, HK * columns]``.
 
         Two parts of a document have keys in common: the second parts of all documents are added after the first.
         """
+
+        def place(span: Span) -> Tensor:
+            rank, first = divmod(span[0], self.calls.sent)
+            return sums[rank, first : first + span[1] - span[0]]
+
         made, begin = made.flatten(1), 0
-        for spans in self.calls.rounds:
-            places, added = [], []
+        for number, spans in enumerate(self.calls.rounds):
+            places, added = [place(span) for span in spans], []
             for start, end in spans:
-                rank, first = divmod(start, self.calls.sent)
-                places.append(sums[rank, first : first + end - start])
                 added.append(made[begin : begin + end - start])
                 begin += end - start
-            torch._foreach_add_(places, added)
+            if number:
+                torch._foreach_add_(places, added)
+            else:
+                torch._foreach_copy_(places, added)
+                torch._foreach_zero_([place(gap) for gap in self.calls.gaps])
 
 
 def _split(keys: Tensor, inputs: Inputs) -> Keys:
@@ -154,5 +165,5 @@ def _tokens_first(x: Tensor) -> Tensor:
 
 
 def _empty_like(x: Tensor) -> Tensor:
-    """Return room for the gradient of K or V; tokens come before heads in memory."""
+    """Return room for the gradient of q, k or v; tokens come before heads in memory."""
     return x.new_empty(x.shape[2], x.shape[1], x.shape[3]).transpose(0, 1)[None]

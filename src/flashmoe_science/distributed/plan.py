@@ -35,6 +35,7 @@ class DocumentCalls(NamedTuple):
     sent: int  # tokens that each rank sends, some of them padding
     keys: Tensor  # int32: of those that come, which tokens are the keys of ``shared``
     rounds: tuple[tuple[Span, ...], ...]  # the same tokens as spans: the keys of first parts, of second parts, ...
+    gaps: tuple[Span, ...]  # of the tokens that come, those that first parts do not need; each of one rank
     keeps: bool  # whether these keys are kept for the gradients, instead of being sent again
 
 
@@ -104,6 +105,7 @@ class PackedPlan:
                 packed.sent,
                 on_device(torch.cat(arrivals) if arrivals else (), self.device),
                 places,
+                _gaps(places[0] if places else (), packed.sent, packed.layout.ranks),
                 packed.keeps,
             )
         return self._prepared[mask]
@@ -116,3 +118,10 @@ class PackedPlan:
             "cu_seqlens_k": on_device(pieces.starts_k, self.device),
         }
         return packed_call(pieces, starts, options)
+
+
+def _gaps(spans: Sequence[Span], sent: int, ranks: int) -> tuple[Span, ...]:
+    """Return what ``spans`` leave out of ``sent`` tokens of each rank, in spans that cross no border of ranks."""
+    borders = [(number * sent, number * sent) for number in range(ranks + 1)]
+    ordered = sorted([*spans, *borders])
+    return tuple((one[1], other[0]) for one, other in itertools.pairwise(ordered) if one[1] < other[0])

@@ -122,7 +122,12 @@ def forced_kernel(kernel: str) -> str:
 
 
 def attention_gradients(
-    options: Options, tensors: Mapping[str, Tensor], wanted: Sequence[str], *, unrounded: bool = False
+    options: Options,
+    tensors: Mapping[str, Tensor],
+    wanted: Sequence[str],
+    *,
+    unrounded: bool = False,
+    out: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Return gradients by name.
 
@@ -133,6 +138,8 @@ def attention_gradients(
             With dk and dv, fp32, those of k and v are added to them, and returned so.
         wanted: of q, k, v, sinks and bias those whose gradients are asked for; k and v come together.
         unrounded: return those of k and v in fp32, unless the kernel rounds them itself. Others then add to them.
+        out: where gradients of q, k and v are written, by name, in the dtype of q; not those that are added to others.
+            Hopper's kernels write packed ones there at once, which are contiguous; others are copied.
 
     Raises:
         InputError: ``FLASHMOE_BACKWARD_KERNEL`` in the environment is no name of a kernel, or sequences share keys.
@@ -162,19 +169,30 @@ def attention_gradients(
             problem = replace(problem, sums=(problem.dk_strides, problem.dv_strides))
         plan = plan_backward(problem, gpu_at(q.device), options.kernel)
         call = remember(_prepared, key, prepare_backward(plan, q.device))
-    return call(tensors)
+    return _copied(call({**tensors, **{f"out_{name}": x for name, x in (out or {}).items()}}), out)
+
+
+def _copied(found: dict[str, Tensor], out: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    """Return gradients, after copying to ``out`` those that no kernel wrote there."""
+    places = {name: x if found[name] is x else x.copy_(found[name]) for name, x in (out or {}).items()}
+    return {**found, **places}
 
 
 def gradients_of(
-    options: Options, tensors: Mapping[str, Tensor], wanted: Sequence[str], *, unrounded: bool = False
+    options: Options,
+    tensors: Mapping[str, Tensor],
+    wanted: Sequence[str],
+    *,
+    unrounded: bool = False,
+    out: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Return what ``attention_gradients`` does, by the operator where torch has to see one: that rounds them."""
     if not is_traced(tensors.values()):
-        return attention_gradients(options, tensors, wanted, unrounded=unrounded)
+        return attention_gradients(options, tensors, wanted, unrounded=unrounded, out=out)
     given = {name: tensor.detach() for name, tensor in tensors.items()}
     numbers = [number for number, name in enumerate(DIFFERENTIABLE) if name in wanted]
     found = _call_operator(options, given, numbers)
-    return add_to_sums({DIFFERENTIABLE[number]: found[number] for number in numbers}, tensors)
+    return _copied(add_to_sums({DIFFERENTIABLE[number]: found[number] for number in numbers}, tensors), out)
 
 
 def _call_operator(o: Options, given: Mapping[str, Tensor | None], numbers: Sequence[int]) -> Sequence[Tensor]:

@@ -181,6 +181,12 @@ def _hopper_call(plan: BackwardPlan, device: torch.device) -> Call:
     return call
 
 
+def _given_or_allocated(name: str, tensors: Tensors) -> Tensor:
+    """Return where a gradient is written: where the caller asks for it, if kernels can write there."""
+    given = tensors.get(f"out_{name}")
+    return given if given is not None and given.is_contiguous() else _allocate(name, tensors[name])
+
+
 def _made_by_hopper(problem: BackwardProblem) -> tuple[str, ...]:
     """Return the gradients that the kernels write: q, k and v together, also where only some of them are wanted."""
     return "q", "k", "v", *(["sinks"] if problem.wants_sinks else [])
@@ -211,7 +217,7 @@ def _packed_hopper_call(plan: BackwardPlan, device: torch.device) -> Call:
         return launches, scratch_sizes(problem, config, tokens)
 
     def call(tensors: Tensors) -> dict[str, Tensor]:
-        made = {name: _allocate(name, tensors[name]) for name in allocated}
+        made = {name: _given_or_allocated(name, tensors) for name in allocated}
         found = {name: made[name] for name in problem.wanted}
         tokens = tensors["q"].shape[0], tensors["k"].shape[0]
         if problem.forward.seqused or not all(tokens):  # else the kernels write all of them
