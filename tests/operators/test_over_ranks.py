@@ -28,7 +28,7 @@ def test_every_entry_point_and_baseline_is_right_on_both_ranks_and_follows_new_v
         entries = {case.split()[1] for case in found}
         assert entries == {
             *("context_parallel", "context_parallel_gather", "ulysses", "one-gpu"),
-            *("expert_parallel", "all-to-all"),
+            *("expert_parallel", "all-to-all", "replicated-experts"),
         }
 
 

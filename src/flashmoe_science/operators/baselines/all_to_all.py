@@ -81,4 +81,27 @@ class OneGpu(Baseline):
         return lambda: tuple(part.chunk(problem.ranks)[dist.get_rank()] for part in call())
 
 
-BASELINES = by_name(AllToAll(), OneGpu())
+class ReplicatedExperts(Baseline):
+    """All experts on each rank's card, and that rank's tokens alone: nothing travels.
+
+    Gradients of the weights are not added up over ranks: so it does less than the problem asks for.
+    """
+
+    name = "replicated-experts"
+    distribution = None
+    speed_of_light = True
+
+    def bind(self, problem: Any, inputs: Inputs) -> Call:
+        """Return a call on views of this rank's tokens."""
+        x, weights, ids = narrowed(inputs, ("x", "topk_weights", "topk_ids"), problem.ranks)
+        do = narrowed(inputs, ["do"], problem.ranks)[0] if problem.gradients else None
+        activation = problem.whole.problem.activation
+
+        def experts(x: Tensor, w_gate_up: Tensor, w_down: Tensor, weights: Tensor) -> Tensor:
+            return fused_moe(x, w_gate_up, w_down, weights, ids, activation=activation)
+
+        tensors = (x, inputs["w_gate_up"], inputs["w_down"], weights)
+        return functools.partial(with_gradients, experts, tensors, do)
+
+
+BASELINES = by_name(AllToAll(), OneGpu(), ReplicatedExperts())
