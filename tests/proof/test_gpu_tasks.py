@@ -180,6 +180,44 @@ def test_a_graph_may_vary_in_its_bits_where_they_are_not_promised():
     assert problem.endswith("expected the same bits")
 
 
+class Halves(Doubling):
+    """It knows parts: the halves of a vector."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked: list[int] = []
+
+    def exact(self, problem, inputs):
+        self.asked.append(problem)
+        return super().exact(problem, inputs)
+
+    def sample(self, problem, inputs, *, seed):
+        half = problem // 2
+        return half, {"x": inputs["x"][seed % 2 * half :][:half]}, lambda out: out[seed % 2 * half :][:half], 2
+
+
+def test_of_a_baseline_whose_bits_vary_a_part_is_compared_and_of_the_subject_all():
+    gpu, operator = Gpu(), Halves()
+    jitter = iter(range(1_000_000))
+    varying = implementation(gpu, change=lambda out: out + 1e-6 * next(jitter))
+    for role, asked in (("subject", 64), ("baseline", 32)):
+        arms = [] if role == "subject" else [loaded("ours", implementation(gpu), role="subject")]
+        found = capture(gpu, *arms, loaded("varies", varying, role=role), operator=operator)
+        assert found["varies"]["problems"] == []
+        assert operator.asked.pop() == asked
+    kept = torch.zeros(64)
+
+    def entry(x):
+        out = torch.empty(x.shape)
+        source = 2 * x if gpu.capturing is None else kept
+        gpu.launch(lambda: out.copy_(source + 1e-6 * next(jitter)), name="varies")
+        return out
+
+    found = capture(gpu, loaded("ours", implementation(gpu), role="subject"), loaded("keeps", entry), operator=operator)
+    (wrong,) = found["keeps"]["problems"]
+    assert wrong.startswith(WRONG_REPLAY)
+
+
 def test_a_call_that_no_graph_can_hold_says_why():
     gpu = Gpu()
     plain = implementation(gpu)
