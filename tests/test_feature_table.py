@@ -14,6 +14,8 @@ from flashmoe_science.attention.decode.plan import CACHE_KERNELS
 from flashmoe_science.attention.decode.problem import CacheProblem
 from flashmoe_science.attention.forward.plan import KERNELS
 from flashmoe_science.attention.problem import AttentionProblem
+from flashmoe_science.attention.sparse.plan import SPARSE_KERNELS
+from flashmoe_science.attention.sparse.problem import SparseProblem
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "features.md"
@@ -39,6 +41,7 @@ def test_the_tables_know_every_kernel_and_every_feature(table):
     assert set(table.LETTERS) == set(KERNELS) - {"reference"}
     assert set(table.CACHE_LETTERS) == set(CACHE_KERNELS) - {"reference"}
     assert set(table.BACKWARD_LETTERS) == set(BACKWARD_KERNELS) - {"reference"}
+    assert set(table.SPARSE_LETTERS) == set(SPARSE_KERNELS) - {"reference"}
     words = set()
     for options in table.FEATURES.values():
         sizes = {"batch": 1, "heads": 2, "heads_kv": 2, "seqlen_q": 999, "seqlen_k": 999, "head_dim": 64}
@@ -57,6 +60,14 @@ def test_the_tables_know_every_option_of_a_call_with_a_cache(table):
     assert {field.name for field in dataclasses.fields(CacheProblem)} == asked | sizes | follow | layouts
 
 
+def test_the_tables_know_every_option_of_a_call_with_indices(table):
+    asked = {name for options in table.SPARSE_FEATURES.values() for name in options} | set(table._SPARSE)
+    sizes = {"batch", "heads", "seqlen_q", "pages", "dtype", "softmax_scale", "pointer_alignment", "table_stride"}
+    layouts = {"q_strides", "kv_strides", "index_strides"}
+    # num_splits is served as batch_invariant is.
+    assert {field.name for field in dataclasses.fields(SparseProblem)} == asked | sizes | layouts | {"num_splits"}
+
+
 def test_features_with_equal_rows_share_one(table):
     lines = table.render().splitlines()
     assert any(line.startswith("| sliding window<br>") and "| F T |" in line for line in lines)
@@ -64,4 +75,4 @@ def test_features_with_equal_rows_share_one(table):
     assert any(line.startswith("| D above 512 | –") for line in lines)
     assert any(line.startswith("| D 576, DV 512") and "| M D |" in line and line.endswith("| – |") for line in lines)
     rows = [line.split(" | ")[1:] for line in lines if line.startswith("| ")]
-    assert len(rows) < 30
+    assert len(rows) < 36

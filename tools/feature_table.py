@@ -14,11 +14,15 @@ from typing import Any
 
 from flashmoe_science.attention.backward.plan import plan_backward
 from flashmoe_science.attention.backward.problem import BackwardProblem
+from flashmoe_science.attention.decode.merge import merge_kernel
 from flashmoe_science.attention.decode.plan import plan_with_kv_cache
 from flashmoe_science.attention.decode.problem import CacheProblem
 from flashmoe_science.attention.forward.plan import plan_attention
 from flashmoe_science.attention.problem import AttentionProblem
+from flashmoe_science.attention.sparse.plan import plan_sparse_mla
+from flashmoe_science.attention.sparse.problem import SparseProblem
 from flashmoe_science.errors import UnsupportedError
+from flashmoe_science.gpu.planning import refuse_architecture
 from flashmoe_science.gpu.specs import SPECS
 
 Letters = Callable[[str, str, dict[str, Any]], str]
@@ -44,6 +48,8 @@ LETTERS = {
 }
 CACHE_LETTERS = {"decode_gluon_sm90": "M", "decode_triton": "D"}
 BACKWARD_LETTERS = {"backward_gluon_sm90": "G", "backward_triton": "B", "backward_masked_triton": "K"}
+SPARSE_LETTERS = {"sparse_mla_gluon_sm90": "Q", "sparse_mla_triton": "R"}
+MERGE_LETTERS = {"merge_states_triton": "A"}
 # Batch, heads, queries, keys: few and many, of each enough to want another kernel.
 SIZES = ((1, 4, 128, 128), (64, 16, 256, 256), (8, 16, 4096, 4096), (1, 2, 16, 8192))
 _PLAIN: dict[str, Any] = {"causal": True, "head_dim": 64, "head_dim_v": 64}
@@ -131,6 +137,23 @@ CACHE_FEATURES: dict[str, dict[str, Any]] = {
     "bias": {"bias": "fp32"},
 }  # fmt: skip
 
+# Batch, heads, queries: a token each of one sequence and of many, and a chunk of a prompt.
+SPARSE_SIZES = ((1, 16, 1), (64, 128, 1), (1, 128, 512))
+_SPARSE: dict[str, Any] = {"capacity": 8192, "top_k": 2048, "head_dim": 576, "head_dim_v": 512}
+SPARSE_FEATURES: dict[str, dict[str, Any]] = {
+    "`sparse_mla`, D 576, DV 512": {},
+    "`sparse_mla` over pages of 1": {"page_size": 1},
+    "`sparse_mla` with sinks, LSE": {"sinks": "bf16", "return_lse": True},
+    "`sparse_mla` with `num_splits` or `batch_invariant`": {"batch_invariant": True},
+    "`sparse_mla`, D 512, DV 512": {"head_dim": 512},
+    "`sparse_mla`, D 192, DV 128": {"head_dim": 192, "head_dim_v": 128},
+    "`sparse_mla`, DV no power of two": {"head_dim": 576, "head_dim_v": 448},
+}
+MERGE_FEATURES: dict[str, dict[str, Any]] = {
+    "`merge_attention_states`": {"columns": 128},
+    "`merge_attention_states`, D 512": {"columns": 512},
+}
+
 
 def decoded_by(gpu: str, dtype: str, options: dict[str, Any]) -> str:
     """Return the letters of the kernels that serve a feature with a K/V cache, or a dash."""
@@ -156,6 +179,25 @@ def differentiated_by(gpu: str, dtype: str, options: dict[str, Any]) -> str:
         return plan_backward(asked, SPECS[gpu]).kernel
 
     return _letters(BACKWARD_LETTERS, kernel, _problems(dtype, options))
+
+
+def named_by(gpu: str, dtype: str, options: dict[str, Any]) -> str:
+    """Return the letters of the kernels that serve ``sparse_mla`` or ``merge_attention_states``, or a dash."""
+    if "columns" in options:
+        shape = 8, 16, 4096, options["columns"]
+        layouts = (((1, 1, 1, 1), (1, 1, 1)),) * 3
+
+        def kernel(dtype: str) -> str:
+            refuse_architecture(SPECS[gpu].arch)
+            merge_kernel(shape, layouts, (dtype,) * 3, aligned=True)
+            return "merge_states_triton"
+
+        return _letters(MERGE_LETTERS, kernel, [dtype])
+    problems = [
+        SparseProblem(**{**_SPARSE, "batch": batch, "heads": heads, "seqlen_q": queries, "dtype": dtype, **options})
+        for batch, heads, queries in SPARSE_SIZES
+    ]
+    return _letters(SPARSE_LETTERS, lambda problem: plan_sparse_mla(problem, SPECS[gpu]).kernel, problems)
 
 
 def _problems(dtype: str, options: dict[str, Any]) -> list[AttentionProblem]:
@@ -213,12 +255,13 @@ def _table(title: str, letters: Letters, features: dict[str, dict[str, Any]]) ->
 
 
 def render() -> str:
-    """Return the tables: of the forward, of gradients, and with a K/V cache."""
+    """Return the tables: of the forward, of gradients, with a K/V cache, and of functions that have other plans."""
     return "\n\n".join(
         [
             _table("forward", served_by, FEATURES),
             _table("gradients", differentiated_by, DIFFERENTIATED),
             _table("with a K/V cache", decoded_by, CACHE_FEATURES),
+            _table("indices and merging", named_by, {**SPARSE_FEATURES, **MERGE_FEATURES}),
         ]
     )
 
