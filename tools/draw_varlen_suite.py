@@ -31,6 +31,8 @@ TRAIN = (
     (256, 256, 8, 4, False, 1024, 32768, False),
     (256, 256, 16, 1, True, 2048, 32768, True),
 )
+# Windows of train-packed, as Mistral and gpt-oss have them: columns, heads, K/V heads, window, mean length, tokens.
+TRAIN_WINDOWS = ((128, 32, 8, 4095, 4096, 32768), (64, 64, 8, 127, 2048, 32768))
 HEADS = ((64, 32, 8), (128, 32, 8), (128, 16, 16), (256, 16, 4))  # columns, query heads, K/V heads
 SIGMA = 1.0  # of the logarithm of a length
 
@@ -51,7 +53,7 @@ def draw_train_suite(seed: str) -> str:
     lines = [
         'name = "train-packed"',
         'operator = "attention_varlen_backward"',
-        'description = "Gradients of packed documents up to 16k tokens: head sizes 64 to 256, groups 1 to 16, bf16."',
+        'description = "Gradients of packed documents up to 16k tokens, D 64 to 256, groups 1 to 16, two windows; bf16."',
         "",
         f"# Drawn by tools/draw_varlen_suite.py train-packed, seed {seed}.",
         "",
@@ -71,6 +73,18 @@ def draw_train_suite(seed: str) -> str:
             *([f"head_dim_v = {head_dim_v}"] if head_dim_v != head_dim else []),
             f"causal = {str(causal).lower()}",
             f'origin = "log-normal lengths around a mean of {mean}{tail}, about {tokens} tokens"',
+        ]
+    for head_dim, heads, heads_kv, window, mean, tokens in TRAIN_WINDOWS:
+        lines += [
+            "",
+            "[[cases]]",
+            f"lengths = {draw_lengths(draw, mean, tokens)}",
+            f"heads = {heads}",
+            f"heads_kv = {heads_kv}",
+            f"head_dim = {head_dim}",
+            "causal = true",
+            f"window = [{window}, -1]",
+            f'origin = "log-normal lengths around a mean of {mean}, about {tokens} tokens; a window"',
         ]
     return "\n".join(lines) + "\n"
 

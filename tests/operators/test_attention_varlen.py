@@ -25,6 +25,8 @@ TABLES = {
     "full": TABLE,
     "causal": {**TABLE, "causal": True, "softmax_scale": 0.5},
     "more-keys": {**TABLE, "lengths_k": [9, 4, 20, 0], "head_dim_v": 8, "causal": True},
+    "window": {**TABLE, "causal": True, "window": [3, -1]},
+    "both-sides": {**TABLE, "window": [2, 4]},
 }
 
 

@@ -24,6 +24,8 @@ TABLES = {
     "full": TABLE,
     "causal": {**TABLE, "causal": True, "softmax_scale": 0.5},
     "more-keys": {**TABLE, "lengths_k": [9, 4, 20, 0], "head_dim_v": 8, "causal": True},
+    "window": {**TABLE, "causal": True, "window": [3, -1]},
+    "both-sides": {**TABLE, "window": [2, 4]},
 }
 
 
@@ -107,8 +109,9 @@ def test_fa4_runs_its_forward_before_and_is_asked_for_packed_gradients(name, mon
 
     module = types.SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward)
     monkeypatch.setattr(importlib, "import_module", lambda _: module)
-    problem = OPERATOR.parse_case({**TABLES["causal"], "dtype": "bf16"})
+    problem = OPERATOR.parse_case({**TABLES["window"], "softmax_scale": 0.5, "dtype": "bf16"})
     inputs = OPERATOR.make_inputs(problem, seed=0, device="cpu")
+    assert BASELINES[name].refusal(problem) is None
     call = OPERATOR.bind(BASELINES[name].load(), problem, inputs)
     assert "backward" not in seen
     assert len(call()) == 3
@@ -117,6 +120,8 @@ def test_fa4_runs_its_forward_before_and_is_asked_for_packed_gradients(name, mon
     for which in ("forward", "backward"):
         assert (seen[which]["max_seqlen_q"], seen[which]["causal"]) == (17, True)
         assert seen[which]["cu_seqlens_k"].tolist() == [0, 5, 5, 22, 25]
+        assert (seen[which]["window_size_left"], seen[which]["window_size_right"]) == (3, None)
+    assert BASELINES["torch-varlen"].refusal(problem) == "it is not called with a sliding window"
 
 
 def test_the_suite_is_what_its_seed_draws_and_holds_what_it_says():
@@ -127,7 +132,8 @@ def test_the_suite_is_what_its_seed_draws_and_holds_what_it_says():
     drawn = subprocess.run([*command, seed], capture_output=True, text=True, check=True)
     assert drawn.stdout == text
     cases: list[Any] = [case.problem for case in load_suite("train-packed").cases]
-    assert len(cases) == 16
+    assert len(cases) == 18
+    assert [case.planned.window for case in cases[-2:]] == [(4095, -1), (127, -1)]
     assert {case.planned.group for case in cases} == {1, 2, 4, 7, 8, 16}
     assert {(case.planned.head_dim, case.planned.head_dim_v) for case in cases} == {
         (64, 64), (128, 128), (192, 128), (256, 256),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from ..attention import reference
 from ..attention.forward.plan import plan_attention
+from ..attention.inputs import check_window
 from ..attention.problem import AttentionProblem
 from ..attention.varlen import flash_attention_varlen
 from ..errors import InputError
@@ -31,8 +32,11 @@ varlen_triton = functools.partial(flash_attention_varlen, kernel="forward_triton
 varlen_gluon_sm90 = functools.partial(flash_attention_varlen, kernel="forward_features_gluon_sm90")
 
 
-def _options(problem: VarlenProblem) -> dict[str, Any]:
-    return {"causal": problem.planned.causal, "softmax_scale": problem.planned.softmax_scale}
+def options_of(problem: VarlenProblem) -> dict[str, Any]:
+    """Return the options of a call: a window only where there is one."""
+    p = problem.planned
+    window = {"window": p.window} if p.window != (-1, -1) else {}
+    return {"causal": p.causal, "softmax_scale": p.softmax_scale, **window}
 
 
 class VarlenOperator(KernelOperator):
@@ -43,8 +47,9 @@ class VarlenOperator(KernelOperator):
     heads_along = {"q": 1, "k": 1, "v": 1}
     keys = {
         "lengths": list, "lengths_k": list, "heads": int, "heads_kv": int, "head_dim": int, "head_dim_v": int,
-        "dtype": str, "causal": bool, "softmax_scale": float,
+        "dtype": str, "causal": bool, "softmax_scale": float, "window": list,
     }  # fmt: skip
+    omitted: ClassVar[Mapping[str, Any]] = {**KernelOperator.omitted, "window": (-1, -1)}
     required: ClassVar[Sequence[str]] = ("lengths", "heads", "head_dim", "dtype")
     same_as = {"heads_kv": "heads", "head_dim_v": "head_dim", "lengths_k": "lengths"}
     kernels = {
@@ -69,6 +74,8 @@ class VarlenOperator(KernelOperator):
         for key in ("lengths", "lengths_k"):
             if not all(type(length) is int for length in table[key]):
                 raise InputError(f"{key} must be a list of integers, got {table[key]!r}")
+        if "window" in table:
+            table["window"] = check_window(table["window"])
         return make_problem(tuple(table.pop("lengths")), tuple(table.pop("lengths_k")), **table)
 
     def sizes(self, problem: VarlenProblem) -> AttentionProblem:
@@ -108,11 +115,11 @@ class VarlenOperator(KernelOperator):
     def arguments(self, problem: VarlenProblem, inputs: Inputs) -> tuple[list[torch.Tensor | int], dict[str, Any]]:
         """Return tensors, where sequences start, the longest lengths, and options."""
         names = (*self.passed, "cu_seqlens_q", "cu_seqlens_k")
-        return [*(inputs[name] for name in names), *problem.longest], _options(problem)
+        return [*(inputs[name] for name in names), *problem.longest], options_of(problem)
 
     def exact(self, problem: VarlenProblem, inputs: Inputs) -> Any:
         """Return the answer in fp64."""
-        return reference.attention_varlen(**inputs, **_options(problem), dtype=torch.float64)[0]
+        return reference.attention_varlen(**inputs, **options_of(problem), dtype=torch.float64)[0]
 
     def low_precision(self, problem: VarlenProblem, inputs: Inputs) -> Any:
         """Return the framework's eager answer to each sequence in the problem's dtype."""

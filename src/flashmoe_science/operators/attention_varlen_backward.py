@@ -23,7 +23,7 @@ from ..attention.problem import AttentionProblem
 from ..gpu.planning import Work
 from ..gpu.specs import GpuSpec
 from .attention_backward import OPERATOR as FIXED, OUTPUTS, BackwardOperator
-from .attention_varlen import OPERATOR as FORWARD, VarlenOperator
+from .attention_varlen import OPERATOR as FORWARD, VarlenOperator, options_of
 from .baselines.attention_varlen_backward import BASELINES
 from .baselines.base import Inputs
 from .packed.problem import VarlenProblem
@@ -105,20 +105,19 @@ class VarlenBackwardOperator(VarlenOperator):
 
     def completed(self, problem: VarlenProblem, drawn: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return what is drawn, with o and the LSE of the forward pass in fp32, o rounded."""
-        p, inputs = problem.planned, drawn
+        inputs = drawn
         o, lse = reference.attention_varlen(
             **{name: tensor for name, tensor in inputs.items() if name not in ("do", "o", "lse")},
-            causal=p.causal, softmax_scale=p.softmax_scale, dtype=torch.float32,
+            **options_of(problem), dtype=torch.float32,
         )  # fmt: skip
         return {**inputs, "o": o.to(inputs["do"].dtype), "lse": lse.t().contiguous().t()}  # as the forward leaves it
 
     def exact(self, problem: VarlenProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
         """Return the gradients in fp64, of q, k, v and do alone: o and the LSE are computed anew."""
-        p = problem.planned
         found = reference.attention_varlen_backward(
             inputs["q"], inputs["k"], inputs["v"], inputs["do"],
             cu_seqlens_q=inputs["cu_seqlens_q"], cu_seqlens_k=inputs["cu_seqlens_k"],
-            causal=p.causal, softmax_scale=p.softmax_scale, dtype=torch.float64,
+            **options_of(problem), dtype=torch.float64,
         )  # fmt: skip
         return tuple(found[name] for name in ("q", "k", "v"))
 

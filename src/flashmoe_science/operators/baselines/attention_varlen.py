@@ -31,6 +31,11 @@ from .base import (
 )
 
 
+def refuse_window(problem: VarlenProblem) -> str | None:
+    """Return why a baseline that is called without windows cannot serve ``problem``, or None."""
+    return "it is not called with a sliding window" if problem.planned.window != (-1, -1) else None
+
+
 class TorchVarlen(Baseline):
     """``torch.nn.attention.varlen.varlen_attn``, FlashAttention-2 by default."""
 
@@ -59,7 +64,7 @@ class TorchVarlen(Baseline):
 
     def refusal(self, problem: VarlenProblem) -> str | None:
         """It serves 16-bit types."""
-        return ONLY_16_BIT if problem.dtype == "fp32" else None
+        return refuse_window(problem) or (ONLY_16_BIT if problem.dtype == "fp32" else None)
 
 
 class Sdpa(SdpaBaseline):
@@ -86,6 +91,8 @@ class Sdpa(SdpaBaseline):
 
     def refusal(self, problem: VarlenProblem) -> str | None:
         """It aligns its causal mask top-left where lengths differ."""
+        if found := refuse_window(problem):
+            return found
         return TOP_LEFT if problem.planned.causal and problem.lengths != problem.lengths_k else None
 
 
@@ -110,6 +117,10 @@ class FlashAttention(FlashAttentionBaseline):
         call = fa3_packed(tuple(tensors), starts, problem.longest, p.scale, causal=p.causal)
         shape = (problem.tokens[0], p.heads, p.head_dim_v)
         return lambda: call()[0].view(shape)
+
+    def refusal(self, problem: VarlenProblem) -> str | None:
+        """Windows have other names in each version."""
+        return refuse_window(problem) or super().refusal(problem)
 
 
 BASELINES = by_name(

@@ -21,12 +21,11 @@ class FlashAttention4Varlen(FlashAttention4):
     """FlashAttention-4's backward of packed sequences."""
 
     def _bind(self, forward: Any, backward: Any, problem: Any, inputs: Inputs) -> Call:
-        p = problem.planned
         q, k, v, do = (inputs[name].contiguous() for name in ("q", "k", "v", "do"))
         options: dict[str, Any] = {
             "cu_seqlens_q": inputs["cu_seqlens_q"], "cu_seqlens_k": inputs["cu_seqlens_k"],
             "max_seqlen_q": problem.longest[0], "max_seqlen_k": problem.longest[1],
-            "softmax_scale": p.softmax_scale, "causal": p.causal,
+            **self._options(problem.planned),
         }  # fmt: skip
         o, lse, *_ = forward(q, k, v, return_lse=True, **options)
         call = functools.partial(backward, q, k, v, o, do, lse, deterministic=self.deterministic, **options)

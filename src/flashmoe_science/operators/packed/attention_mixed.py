@@ -39,7 +39,10 @@ class MixedOperator(VarlenOperator):
     name = "attention_mixed"
     fresh = ("q", "k", "v")
     heads_along = {"q": 1, "k": 2, "v": 2}
-    keys = {**VarlenOperator.keys, "page_size": int, "batch_invariant": bool}
+    keys = {
+        **{key: kind for key, kind in VarlenOperator.keys.items() if key != "window"},
+        "page_size": int, "batch_invariant": bool,
+    }  # fmt: skip
     required: ClassVar[Sequence[str]] = ("lengths", "heads", "head_dim", "dtype", "page_size")
     omitted = {**VarlenOperator.omitted, "batch_invariant": False}
     kernels = {

@@ -71,6 +71,8 @@ class VarlenProblem:
         dim = f"d{p.head_dim}" if p.head_dim == p.head_dim_v else f"d{p.head_dim}_{p.head_dim_v}"
         words = ["varlen", f"b{len(self.lengths)}", tokens, f"max{self.longest[1]}", heads, dim, p.dtype]
         words += ["causal"] if p.causal else []
+        if p.window != (-1, -1):
+            words.append("window" + "_".join("all" if size < 0 else str(size) for size in p.window))
         words += [f"page{p.page_size}"] if p.page_size else []
         return "_".join(words + (["invariant"] if p.batch_invariant else []))
 
