@@ -170,7 +170,7 @@ def _latent(fields: dict[str, Any], kind: str) -> Layer:
     heads, rank, rope = fields["num_attention_heads"], fields["kv_lora_rank"], fields["qk_rope_head_dim"]
     columns = {"head_dim": fields["qk_nope_head_dim"] + rope, "head_dim_v": fields["v_head_dim"]}
     options: dict[str, Any] = {"heads": heads, "heads_kv": heads, **columns}
-    numbers = f"MLA, {heads} heads, ranks {rank} + {rope}, D {columns['head_dim']}, DV {columns['head_dim_v']}"
+    numbers = f"MLA, {heads} heads, ranks {rank}+{rope}, D {columns['head_dim']}, DV {columns['head_dim_v']}"
     if kind == "indexed_attention":
         top_k = fields["index_topk"]
         absorbed = heads, top_k, (rank + rope, rank), ""
@@ -185,7 +185,7 @@ def _latent(fields: dict[str, Any], kind: str) -> Layer:
 def _compressed(fields: dict[str, Any], kind: str) -> Layer:
     """Return DeepSeek-V4's: a window and compressed rows, of which some layers choose; keys are the values."""
     sizes, window, every = _sizes(fields), fields["sliding_window"], fields["compress_rates"][kind]
-    numbers = f"{sizes['heads']} heads on {sizes['heads_kv']}, D {sizes['head_dim']}, K = V, sinks, window {window}"
+    numbers = f"{sizes['heads']} heads on {sizes['heads_kv']}, D {sizes['head_dim']}, K=V, sinks, window {window}"
     masked = f"`mask=`: {_gradients(**sizes, **_mask())}"
     if kind == "compressed_sparse_attention":
         top_k, columns = fields["index_topk"], (sizes["head_dim"], sizes["head_dim_v"])
