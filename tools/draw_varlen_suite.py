@@ -53,7 +53,7 @@ def draw_train_suite(seed: str) -> str:
     lines = [
         'name = "train-packed"',
         'operator = "attention_varlen_backward"',
-        'description = "Gradients of packed documents up to 16k tokens, D 64 to 256, groups 1 to 16, two windows; bf16."',
+        'description = "Gradients of packed documents up to 16k tokens, D 64 to 256, groups 1 to 16; bf16."',
         "",
         f"# Drawn by tools/draw_varlen_suite.py train-packed, seed {seed}.",
         "",

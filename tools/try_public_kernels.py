@@ -16,6 +16,7 @@ import sys
 import tempfile
 import urllib.request
 import zipfile
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,9 +40,10 @@ TUTORIAL = (
 
 @dataclass(frozen=True)
 class Trial:
-    """One kernel: its folder and suite, and the known verdict of gate correct on each kind of machine."""
+    """One kernel: its folder, sources and suite, and the known verdict of gate correct on each kind of machine."""
 
     folder: str
+    sources: tuple[str, ...]  # names of wheels, or that of the tutorial
     suite: Path
     on_cpu: str = "not possible here"
     on_gpu: str = "passed"
@@ -49,23 +51,26 @@ class Trial:
 
 
 TRIALS = {
-    "fla_attention": Trial("fla_attention", FOLDER / "fla_attention" / "suite.toml", "passed"),
-    "liger_rms_norm": Trial("liger_rms_norm", ROOT / "examples" / "rms_norm" / "suite.toml"),
+    "fla_attention": Trial("fla_attention", ("fla-core", "einops"), FOLDER / "fla_attention" / "suite.toml", "passed"),
+    "liger_rms_norm": Trial("liger_rms_norm", ("liger-kernel",), ROOT / "examples" / "rms_norm" / "suite.toml"),
     "liger_moe": Trial(
-        "liger_moe", FOLDER / "liger_moe" / "suite.toml", times=("kernel", "wall")
+        "liger_moe", ("liger-kernel",), FOLDER / "liger_moe" / "suite.toml", times=("kernel", "wall")
     ),  # the host reads counts of tokens: no graph holds that
-    "triton_attention": Trial("triton_attention", FOLDER / "triton_attention" / "suite.toml"),
-    "triton_attention_cut": Trial("triton_attention", FOLDER / "triton_attention" / "cut.toml", on_gpu="failed"),
+    "triton_attention": Trial("triton_attention", (TUTORIAL[0],), FOLDER / "triton_attention" / "suite.toml"),
+    "triton_attention_cut": Trial(
+        "triton_attention", (TUTORIAL[0],), FOLDER / "triton_attention" / "cut.toml", on_gpu="failed"
+    ),
 }
 
 
-def fetch(folder: Path | None) -> None:
-    """Unpack the wheels and copy the file, after a look at their hashes."""
+def fetch(folder: Path | None, sources: Collection[str]) -> None:
+    """Unpack the wheels and copy the file that are asked for, after a look at their hashes."""
     target = FOLDER / "fetched"
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as scratch:
-        for name, (version, sha256) in WHEELS.items():
+        for name in sorted(WHEELS.keys() & sources):
+            version, sha256 = WHEELS[name]
             found = folder or Path(scratch)
             if folder is None:
                 pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", scratch]
@@ -75,6 +80,8 @@ def fetch(folder: Path | None) -> None:
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(target)
     name, address, sha256, module = TUTORIAL
+    if name not in sources:
+        return
     if folder is None:
         with urllib.request.urlopen(f"{address}/{name}", timeout=60) as answer:  # noqa: S310 - https, as above
             text = answer.read()
@@ -123,9 +130,9 @@ def main() -> int:
     parser.add_argument("--only", choices=TRIALS, help="one of them")
     parser.add_argument("--evidence", type=Path, help="where the records go; by default they are thrown away")
     wanted = parser.parse_args()
-    fetch(wanted.sources)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
     names = [wanted.only] if wanted.only else list(TRIALS)
+    fetch(wanted.sources, {source for name in names for source in TRIALS[name].sources})
     with tempfile.TemporaryDirectory() as scratch:
         evidence = wanted.evidence or Path(scratch)
         found = {name: prove(name, TRIALS[name], evidence) for name in names}
