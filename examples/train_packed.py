@@ -1,4 +1,4 @@
-"""Train a small GPT on packed documents: our packed attention, PyTorch's with a block-diagonal mask, and FlexAttention.
+"""Train a small GPT on packed documents: our attention, PyTorch's with a mask, FlexAttention and FlashAttention-4.
 
 Documents are pages and sources of this repository. A batch holds documents, whole or cut, until it is full. A token
 attends to those before it in its document. All runs start from the same weights and see the same batches. The script
@@ -12,6 +12,7 @@ prints tokens a second. It counts the time that masks take. It writes packed.jso
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
 import json
 import time
@@ -36,8 +37,29 @@ class Ours:
     def __call__(self, q, k, v):
         """Return attention of ``[1, H, T, D]``, a view of ``[T, H, D]``."""
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-        o = flash_attention_varlen(q, k, v, self.starts, self.starts, self.longest, self.longest, causal=True)
-        return o.transpose(0, 1)[None]
+        return self.attend(q, k, v).transpose(0, 1)[None]
+
+    def attend(self, q, k, v):
+        """Return attention of ``[T, H, D]``."""
+        return flash_attention_varlen(q, k, v, self.starts, self.starts, self.longest, self.longest, causal=True)
+
+
+class FlashAttention4(Ours):
+    """FlashAttention-4's function of packed sequences."""
+
+    def __init__(self):
+        """Import it."""
+        from flash_attn.cute import flash_attn_varlen_func
+
+        self.varlen = flash_attn_varlen_func
+
+    def attend(self, q, k, v):
+        """Return attention of ``[T, H, D]``. Its first output is o; some versions return no other."""
+        found = self.varlen(
+            q, k, v, cu_seqlens_q=self.starts, cu_seqlens_k=self.starts, max_seqlen_q=self.longest,
+            max_seqlen_k=self.longest, causal=True,
+        )  # fmt: skip
+        return found[0] if isinstance(found, tuple) else found
 
 
 def documents_of(lengths, device):
@@ -81,7 +103,7 @@ class Flex:
         return self.attend(q, k, v, block_mask=self.mask)
 
 
-ATTENTION = {"ours": Ours, "sdpa": Sdpa, "flex": Flex}
+ATTENTION = {"ours": Ours, "sdpa": Sdpa, "flex": Flex, "fa4": FlashAttention4}
 
 
 def read_documents():
@@ -186,7 +208,12 @@ def main(arguments=None):
     if args.plot is not None:
         plot(json.loads(args.plot.read_text(encoding="utf-8"))["runs"], args.plot.with_suffix(".png"))
         return
-    names = [name for name in ATTENTION if args.device == "cuda" or name != "flex"]  # it has no gradients on a CPU
+    # FlexAttention has no gradients on a CPU, and FlashAttention-4 needs a GPU.
+    names = [name for name in ATTENTION if args.device == "cuda" or name in ("ours", "sdpa")]
+    spec = importlib.util.find_spec
+    if "fa4" in names and (spec("flash_attn") is None or spec("flash_attn.cute") is None):
+        names.remove("fa4")
+        print("without FlashAttention-4: the package flash-attn-4 is not installed")
     if args.device == "cpu":
         print("on a CPU ours is the reference in torch, not a kernel: its speed says nothing")
     document = {"environment": describe(), "settings": {n: x for n, x in vars(args).items() if type(x) in (int, float)}}

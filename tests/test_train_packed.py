@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -39,3 +40,20 @@ def test_documents_fill_a_batch_and_positions_start_anew(example):
     assert torch.equal(following, tokens + 1)
     assert positions[0].tolist() == [position for length in lengths for position in range(length)]
     assert example.documents_of([2, 3], "cpu").tolist() == [0, 0, 1, 1, 1]
+
+
+def test_flash_attention_4_is_asked_for_packed_sequences(example, monkeypatch):
+    seen = {}
+
+    def attend(q, _k, _v, **options):
+        seen.update(options)
+        return q, None
+
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", SimpleNamespace(flash_attn_varlen_func=attend))
+    attention = example.ATTENTION["fa4"]()
+    attention.set_lengths([3, 2], "cpu")
+    q = torch.randn(1, 2, 5, 16)
+    assert torch.equal(attention(q, q, q), q)
+    assert seen["cu_seqlens_k"].tolist() == [0, 3, 5]
+    assert (seen["max_seqlen_q"], seen["causal"]) == (3, True)

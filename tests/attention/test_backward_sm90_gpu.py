@@ -359,7 +359,7 @@ def test_nan_stays_in_its_head():
 
 
 def test_only_some_gradients():
-    """With frozen K and V another kernel makes dQ: it agrees."""
+    """With frozen K and V the gradient of Q is that of a call that asks for all."""
     case = Case(2, 4, 2, 300, 300, 64, 64, "bf16", True, "frozen")
     q, k, v = make_inputs(case, "cuda")
     q.requires_grad_()
