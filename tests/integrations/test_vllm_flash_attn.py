@@ -19,6 +19,7 @@ from flashmoe_science.attention import reference
 from flashmoe_science.integrations import flash_attn_3, vllm_flash_attn
 from flashmoe_science.integrations.vllm_flash_attn import flash_attn_varlen_func
 
+FP8 = torch.float8_e4m3fn
 _OPTIONS = (
     "softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1), "
     "attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, "
@@ -100,6 +101,38 @@ def test_a_step_of_vllm():
     torch.testing.assert_close(lse, expected_lse)
 
 
+def test_one_split_over_pages_is_batch_invariant(monkeypatch):
+    """By ``num_splits=1`` vLLM asks for the same bits in every batch; a larger number is the room that it has."""
+    calls: list[dict[str, Any]] = []
+
+    def attend(*given: Any, **options: Any) -> Any:
+        calls.append(options)
+        return flash_attention_varlen(*given, **options)
+
+    monkeypatch.setattr(vllm_flash_attn, "flash_attention_varlen", attend)
+    monkeypatch.setattr(flash_attn_3, "flash_attention_varlen", attend)
+    call = mixed()
+    call |= {name: call[name].bfloat16() for name in ("q", "k", "v")}
+    expected = flash_attn_varlen_func(**call)
+    numbers: tuple[Any, ...] = (1, torch.tensor(1), 32)
+    for splits in numbers:
+        assert torch.equal(flash_attn_varlen_func(**call, num_splits=splits), expected)
+    packed = {"cu_seqlens_q": call["cu_seqlens_q"], "max_seqlen_q": 7, "causal": True}
+    given = {"cache_seqlens": call["seqused_k"], "page_table": call["block_table"], **packed}
+    for splits in (0, 1, 3):
+        found = flash_attn_3.flash_attn_with_kvcache(call["q"], call["k"], call["v"], **given, num_splits=splits)
+        assert torch.equal(found, expected)
+    asked = [(options.get("num_splits", 0), options.get("batch_invariant", False)) for options in calls]
+    assert asked == [(0, False), (1, True), (1, True), (0, False), (0, False), (1, True), (3, True)]
+
+
+def test_bits_that_no_kernel_promises_are_refused_by_name():
+    with pytest.raises(UnsupportedError, match="num_splits and batch_invariant need mixed_triton: it serves fp16"):
+        flash_attn_varlen_func(**mixed(num_splits=1))
+    q, starts = torch.randn(8, 4, 16), ints(0, 3, 8)  # without pages keys are never split
+    flash_attn_varlen_func(q, q, q, 5, starts, 5, starts, num_splits=1)
+
+
 def test_out_may_be_a_view_or_the_queries():
     call = mixed()
     expected, _ = expected_of(call)
@@ -138,6 +171,10 @@ def test_packed_keys_without_pages():
         ({"return_attn_probs": True}, UnsupportedError, "return_attn_probs is not served, got True"),
         ({"num_splits": -1}, InputError, "num_splits must be an integer from 0 to"),
         ({"fa_version": 5}, InputError, "fa_version must be one of 2, 3, 4, got 5"),
+        ({"k_descale": 2.0}, InputError, r"k_descale must be None or a float32 tensor \[B, HK\], got 2.0"),
+        ({"v_descale": torch.ones(4)}, InputError, r"v_descale must be None or a .* got torch.float32 \[4\]"),
+        ({"q_descale": torch.ones(4, 2).half()}, InputError, r"q_descale must be None or a .* got torch.float16"),
+        ({"k": torch.ones(40, 8, 2, 16).to(FP8)}, UnsupportedError, "k in fp8 is not served, got torch.float8_e4m3fn"),
         ({"window_size": [1]}, InputError, "window_size must be two integers"),
         ({"cu_seqlens_k": ints(0, 4, 25, 25, 55)}, InputError, "seqused_k must be None with cu_seqlens_k, got both"),
         ({"seqused_k": None}, InputError, "seqused_k must be given with a block_table, got None"),
@@ -206,6 +243,48 @@ def test_a_cache_of_fa3():
     assert all(torch.equal(call[name], copy) for name, copy in copies.items())
 
 
+def scaled(**changes: Any) -> dict[str, Any]:
+    """Return a call over fp8 caches of two sequences; what is appended is divided by the scales."""
+    call = cached(**changes)
+    return call | {name: call[name].to(FP8) for name in ("k_cache", "v_cache")}
+
+
+@pytest.mark.parametrize("append", [True, False])
+def test_fp8_caches_of_fa3_have_a_scale_for_each_head(append):
+    k_scale, v_scale = torch.rand(2, 2).add(0.5).unbind()
+    call = scaled() if append else scaled(k=None, v=None)
+    copies = [call[name].clone() for name in ("k_cache", "v_cache")]
+    new = [call[name].transpose(1, 2) for name in "kv"] if append else []
+    expected = flash_attention_with_kv_cache(
+        call["q"].transpose(1, 2), *copies, *new, cache_seqlens=call["cache_seqlens"], page_table=call["page_table"],
+        causal=True, k_scale=k_scale, v_scale=v_scale,
+    )  # fmt: skip
+    descales: dict[str, Any] = {"k_descale": k_scale.expand(2, 2), "v_descale": v_scale.expand(2, 2)}
+    found = flash_attn_3.flash_attn_with_kvcache(**call, **descales)
+    assert torch.equal(found, expected.transpose(1, 2))
+    assert torch.equal(call["k_cache"].float(), copies[0].float())
+    with pytest.raises(UnsupportedError, match="q_descale is not served, got a tensor"):
+        flash_attn_3.flash_attn_with_kvcache(**call, q_descale=torch.ones(2, 2))
+    with pytest.raises(UnsupportedError, match="k_descale of each sequence is served over contiguous caches alone"):
+        flash_attn_3.flash_attn_with_kvcache(**call, k_descale=torch.ones(2, 2))
+    with pytest.raises(InputError, match=r"v_descale must have shape \[B, HK\] = \[2, 2\], got \[2, 3\]"):
+        flash_attn_3.flash_attn_with_kvcache(**call, v_descale=torch.ones(2, 3))
+    packed = {"cu_seqlens_q": ints(0, 1, 2), "max_seqlen_q": 1, "k": None, "v": None, "q": torch.ones(2, 4, 16)}
+    with pytest.raises(UnsupportedError, match=r"k_cache in fp8 is not served, got .*\nhint: pass queries"):
+        flash_attn_3.flash_attn_with_kvcache(**{**call, **packed})
+
+
+def test_fp8_caches_of_fa3_have_a_scale_for_each_sequence():
+    call = scaled(k=None, v=None, page_table=None, cache_seqlens=ints(3, 4))
+    call |= {name: call[name][:2] for name in ("k_cache", "v_cache")}
+    descales: dict[str, Any] = {"k_descale": torch.rand(2, 2) + 0.5, "v_descale": torch.rand(2, 2) + 0.5}
+    found = flash_attn_3.flash_attn_with_kvcache(**call, **descales)
+    exact = {
+        name: call[name].float() * descales[f"{name[0]}_descale"][:, None, :, None] for name in ("k_cache", "v_cache")
+    }
+    torch.testing.assert_close(found, flash_attn_3.flash_attn_with_kvcache(**{**call, **exact}))
+
+
 def test_packed_queries_over_a_cache_of_fa3():
     call = mixed()
     o, lse = flash_attn_3.flash_attn_with_kvcache(
@@ -266,10 +345,10 @@ def test_combine_of_fa3():
         ),
         ({"cu_seqlens_q": ints(0, 1, 2), "k": None, "v": None}, InputError, "max_seqlen_q a number with cu_seqlens_q"),
         ({"num_splits": -1}, InputError, "num_splits must be an integer"),
-        (
-            {"k_cache": torch.ones(10, 4, 2, 16).to(torch.float8_e4m3fn)}, UnsupportedError,
-            "k_cache in fp8 is not served here",
-        ),
+        ({"q": torch.ones(2, 2, 4, 16).to(FP8)}, UnsupportedError, "q in fp8 is not served, got torch.float8_e4m3fn"),
+        ({"k_cache": torch.ones(4, 2, 16).to(FP8), "k_descale": torch.ones(2, 2)}, InputError, "k_cache must have"),
+        ({"k_cache": torch.ones(10, 4, 2, 16).to(FP8)}, InputError, "v_cache must have the dtype of k_cache"),
+        ({"k_descale": torch.ones(2)}, InputError, "k_descale must be None or a float32 tensor"),
         ({"q": torch.ones(2, 16)}, InputError, r"q must be a torch.Tensor of 4 dimensions \[B, S, H, D\]"),
     ],
 )  # fmt: skip

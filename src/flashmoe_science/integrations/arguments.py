@@ -407,6 +407,31 @@ def refuse_given(**options: object) -> None:
             raise UnsupportedError(f"{name} is not served, got {said}")
 
 
+def is_fp8(tensor: object) -> bool:
+    """Whether it is a tensor of numbers of 8 bits."""
+    return isinstance(tensor, Tensor) and tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1
+
+
+def refuse_fp8(hint: str, **given: object) -> None:
+    """Raise ``UnsupportedError`` for tensors of fp8, by name."""
+    for name, tensor in given.items():
+        if isinstance(tensor, Tensor) and is_fp8(tensor):
+            raise UnsupportedError(f"{name} in fp8 is not served, got {tensor.dtype}", hint=hint)
+
+
+def check_descales(**descales: object) -> None:
+    """Raise ``InputError`` unless each is None, or fp32 ``[B, HK]``.
+
+    Only fp8 inputs have a use for them. Servers pass them with inputs of 16 bits too, for which they mean nothing.
+    """
+    for name, descale in descales.items():
+        if descale is not None and not (
+            isinstance(descale, Tensor) and descale.dim() == 2 and descale.dtype == torch.float32
+        ):
+            got = f"{descale.dtype} {list(descale.shape)}" if isinstance(descale, Tensor) else shown(descale)
+            raise InputError(f"{name} must be None or a float32 tensor [B, HK], got {got}")
+
+
 def require_usual(usual: int, **options: object) -> None:
     """Raise ``UnsupportedError`` for an option that is given with another value than the one that is served."""
     for name, value in options.items():

@@ -2,8 +2,9 @@
 
 ``import flashmoe_science.integrations.flash_attn_3 as flash_attn_interface`` serves code that calls them. What is not
 served raises ``UnsupportedError`` by name. Options that tune FlashAttention-3's kernels change nothing here:
-``pack_gqa``, ``deterministic``, ``scheduler_metadata``, and ``num_splits`` without a cache; so do the descales where
-nothing is fp8, as there. Rows that see no key have an LSE of -inf, there +inf.
+``pack_gqa``, ``deterministic``, ``scheduler_metadata``, and ``num_splits`` without a cache. Descales are scales of fp8
+caches; where nothing is fp8 they are checked and mean nothing, as there. Rows that see no key have an LSE of -inf,
+there +inf.
 
 Source: hopper/flash_attn_interface.py of Dao-AILab/flash-attention at 0251105 for the signatures.
 """
@@ -29,10 +30,13 @@ from .arguments import (
     blames_tensors,
     call_by_names,
     check_count,
+    check_descales,
     check_kinds,
     contiguous_columns,
     forward_only,
+    is_fp8,
     plain,
+    refuse_fp8,
     refuse_given,
     require_usual,
     write_out,
@@ -40,7 +44,9 @@ from .arguments import (
 
 __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
-_CACHE_NAMES = {"leftpad_k": "cache_leftpad", "seqused_k": "cache_seqlens"}
+_CACHE_NAMES = {
+    "leftpad_k": "cache_leftpad", "seqused_k": "cache_seqlens", "k_scale": "k_descale", "v_scale": "v_descale",
+}  # fmt: skip
 
 
 @blames_tensors
@@ -51,9 +57,9 @@ def flash_attn_func(
     softmax_scale: float | None = None,
     causal: bool = False,
     qv: Tensor | None = None,
-    q_descale: Tensor | None = None,  # noqa: ARG001 - nothing is fp8; so the next two
-    k_descale: Tensor | None = None,  # noqa: ARG001
-    v_descale: Tensor | None = None,  # noqa: ARG001
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     window_size: tuple[int, int] = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
@@ -71,6 +77,7 @@ def flash_attn_func(
     refuse_given(qv=qv)
     options = _options(softmax_scale, causal, window_size, softcap)
     _check_tuning(attention_chunk, num_splits, pack_gqa, deterministic, sm_margin)
+    _refuse_scaled((q, k, v), q_descale, k_descale, v_descale)
     return_lse = as_flag("return_attn_probs", return_attn_probs)
     check_kinds(q=q, k=k, v=v)
     q, k, v = _turned(q=q, k=k, v=v)
@@ -92,9 +99,9 @@ def flash_attn_varlen_func(
     softmax_scale: float | None = None,
     causal: bool = False,
     qv: Tensor | None = None,
-    q_descale: Tensor | None = None,  # noqa: ARG001 - nothing is fp8; so the next two
-    k_descale: Tensor | None = None,  # noqa: ARG001
-    v_descale: Tensor | None = None,  # noqa: ARG001
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     window_size: tuple[int, int] = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
@@ -112,6 +119,7 @@ def flash_attn_varlen_func(
     refuse_given(qv=qv)
     options = _options(softmax_scale, causal, window_size, softcap)
     _check_tuning(attention_chunk, num_splits, pack_gqa, deterministic, sm_margin)
+    _refuse_scaled((q, k, v), q_descale, k_descale, v_descale)
     check_kinds(q=q, k=k, v=v)
     return flash_attention_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, plain(max_seqlen_q), plain(max_seqlen_k), seqused_q=seqused_q,
@@ -166,9 +174,9 @@ def flash_attn_with_kvcache(
     cu_seqlens_k_new: Tensor | None = None,
     max_seqlen_q: int | None = None,
     rotary_seqlens: Tensor | None = None,
-    q_descale: Tensor | None = None,  # noqa: ARG001 - nothing is fp8; so the next two
-    k_descale: Tensor | None = None,  # noqa: ARG001
-    v_descale: Tensor | None = None,  # noqa: ARG001
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
@@ -185,7 +193,12 @@ def flash_attn_with_kvcache(
 
     Caches are ``[B, S, HK, D]``, or ``[pages, page_size, HK, D]`` with ``page_table`` ``[B, P]``. See
     ``flash_attention_with_kv_cache``. With ``cu_seqlens_q`` q is packed, ``[Tq, H, D]``: over pages, without new keys
-    (``flash_attention_varlen``). With ``qv`` ``[B, Sq, H, DV]`` scores are ``q . k + qv . v`` (MLA): where each row of
+    (``flash_attention_varlen``). Any ``num_splits`` but 0 gives a sequence the same bits whatever else is in the batch.
+
+    Caches of fp8 have queries and new keys of 16 bits. ``k_descale`` and ``v_descale`` ``[B, HK]`` fp32 are their
+    scales: one for all sequences, expanded along B; or one for each, over contiguous caches without new keys.
+
+    With ``qv`` ``[B, Sq, H, DV]`` scores are ``q . k + qv . v`` (MLA): where each row of
     ``v_cache`` lies right before that of ``k_cache``, in one tensor.
 
     Returns:
@@ -197,10 +210,8 @@ def flash_attn_with_kvcache(
     _check_tuning(attention_chunk, num_splits, pack_gqa, False, sm_margin)  # noqa: FBT003 - there is no such option
     options["return_lse"] = return_lse = as_flag("return_softmax_lse", return_softmax_lse)
     check_kinds(q=q, k=k, v=v, qv=qv)
-    if getattr(k_cache, "dtype", None) == torch.float8_e4m3fn:
-        raise UnsupportedError(
-            "k_cache in fp8 is not served here", hint="flash_attention_with_kv_cache takes it, with k_scale and v_scale"
-        )
+    refuse_fp8("queries of 16 bits are served over fp8 caches", q=q)
+    check_descales(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "qv": qv}
     if cu_seqlens_q is not None:
         only_dense = {
@@ -208,6 +219,7 @@ def flash_attn_with_kvcache(
             "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad,
         }  # fmt: skip
         _refuse_with_packed(only_dense, page_table, cache_seqlens, max_seqlen_q)
+        refuse_fp8("pass queries [B, Sq, H, D]", k_cache=k_cache, v_cache=v_cache)
         assert page_table is not None
         most_queries: Any = plain(max_seqlen_q)
         longest = page_table.shape[-1] * k_cache.shape[1]
@@ -216,9 +228,15 @@ def flash_attn_with_kvcache(
             lambda: call_by_names(
                 flash_attention_varlen, {"seqused_k": "cache_seqlens", "k": "k_cache", "v": "v_cache"},
                 contiguous_columns(q), k_cache, v_cache, cu_seqlens_q, cu_seqlens_q, most_queries, longest,
-                seqused_k=cache_seqlens, page_table=page_table, **options,
+                seqused_k=cache_seqlens, page_table=page_table, num_splits=plain(num_splits),
+                batch_invariant=plain(num_splits) > 0, **options,
             ),
         )  # fmt: skip
+    if is_fp8(k_cache) or is_fp8(v_cache):
+        refuse_given(q_descale=q_descale, qv=qv)
+        can_differ = page_table is None and cache_batch_idx is None and k is None
+        options["k_scale"] = _scale("k_descale", k_descale, q, k_cache, can_differ=can_differ)
+        options["v_scale"] = _scale("v_descale", v_descale, q, v_cache, can_differ=can_differ)
     if qv is not None:
         q, k_cache, v_cache = _absorbed(q, qv, k_cache, v_cache)
     queries, new_k, new_v = _turned(q=q, k=k, v=v)
@@ -252,6 +270,34 @@ def _check_tuning(
     check_count("num_splits", plain(num_splits))
     as_flag("pack_gqa", pack_gqa)
     as_flag("deterministic", deterministic)
+
+
+def _refuse_scaled(
+    attended: tuple[Tensor, Tensor, Tensor], q_descale: object, k_descale: object, v_descale: object
+) -> None:
+    """Refuse inputs of fp8, and check descales, which mean nothing for others."""
+    check_descales(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    q, k, v = attended
+    refuse_fp8("flash_attn_with_kvcache serves fp8 caches, with queries of 16 bits", q=q, k=k, v=v)
+
+
+def _scale(name: str, descale: Tensor | None, q: Any, cache: Any, *, can_differ: bool) -> Tensor | None:
+    """Return the scales of an fp8 cache: one for each head, or with ``can_differ`` one for each sequence too."""
+    if descale is None or any(not isinstance(x, Tensor) or x.dim() != 4 for x in (q, cache)):
+        return None  # the call refuses other shapes
+    batch = q.shape[0]
+    if tuple(descale.shape) != (batch, cache.shape[2]):
+        raise InputError(f"{name} must have shape [B, HK] = {[batch, cache.shape[2]]}, got {list(descale.shape)}")
+    if not batch:
+        return None
+    if batch == 1 or descale.stride(0) == 0:
+        return descale[0]
+    if not can_differ:
+        raise UnsupportedError(
+            f"{name} of each sequence is served over contiguous caches alone, without new keys and cache_batch_idx",
+            hint=f"one scale for each head serves all caches: {name}.expand(B, HK) of [1, HK]",
+        )
+    return descale[:, None].expand(batch, cache.shape[1], cache.shape[2])
 
 
 def _turned(**given: Any) -> list[Any]:

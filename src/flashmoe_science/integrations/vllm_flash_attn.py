@@ -1,8 +1,8 @@
 """``flash_attn_varlen_func`` of vLLM's flash-attention, served by ``flash_attention_varlen``.
 
 What is not served raises ``UnsupportedError`` by name. Options that choose among vLLM's kernels change nothing here:
-``fa_version``, ``scheduler_metadata``, ``deterministic``, ``num_splits``; and the descales, as there, where nothing is
-fp8. Rows that see no key have an LSE of -inf, there +inf.
+``fa_version``, ``scheduler_metadata``, ``deterministic``, and ``num_splits`` above 1, the most that vLLM has room for.
+Descales are checked and mean nothing, as there: no input is fp8. Rows that see no key have an LSE of -inf, there +inf.
 
 Source: vllm_flash_attn/flash_attn_interface.py of vllm-project/flash-attention at 617264c for the signature.
 """
@@ -25,10 +25,12 @@ from .arguments import (
     blames_tensors,
     call_by_names,
     check_count,
+    check_descales,
     check_kinds,
     contiguous_columns,
     forward_only,
     plain,
+    refuse_fp8,
     refuse_given,
     require_usual,
     write_out,
@@ -63,9 +65,9 @@ def flash_attn_varlen_func(
     return_softmax_lse: bool = False,
     out: Tensor | None = None,
     scheduler_metadata: Tensor | None = None,  # noqa: ARG001 - kernels plan on the device
-    q_descale: Tensor | None = None,  # noqa: ARG001 - nothing is fp8; so the next two
-    k_descale: Tensor | None = None,  # noqa: ARG001
-    v_descale: Tensor | None = None,  # noqa: ARG001
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     num_splits: int = 0,
     fa_version: int = 2,
     s_aux: Tensor | None = None,
@@ -79,6 +81,10 @@ def flash_attn_varlen_func(
     ``seqused_k`` ``[B]`` with caches ``[pages, page_size, HK, D]``. See ``flash_attention_varlen``, whose ``sinks`` are
     ``s_aux`` ``[H]``.
 
+    With ``num_splits=1`` and a ``block_table`` a sequence has the same bits whatever else is in the batch
+    (``batch_invariant``), or the call raises ``UnsupportedError``. Without pages keys are never split, but tiles depend
+    on the maxima and on the number of sequences.
+
     Returns:
         o ``[Tq, H, DV]``, which is ``out`` where that is given; with ``return_softmax_lse`` the pair of o and lse
         ``[H, Tq]`` fp32.
@@ -90,6 +96,8 @@ def flash_attn_varlen_func(
     as_flag("deterministic", deterministic)
     _check_version(fa_version)
     check_count("num_splits", plain(num_splits))
+    check_descales(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    refuse_fp8("flash_attention_with_kv_cache serves fp8 caches, with queries of 16 bits", q=q, k=k, v=v)
     return_lse = as_flag("return_softmax_lse", return_softmax_lse)
     options: dict[str, Any] = {
         "dropout_p": as_dropout("dropout_p", dropout_p),
@@ -98,6 +106,8 @@ def flash_attn_varlen_func(
         "window": (-1, -1) if window_size is None else as_window("window_size", window_size),
         "softcap": as_softcap("softcap", softcap),
     }
+    if block_table is not None and plain(num_splits) == 1:
+        options |= {"num_splits": 1, "batch_invariant": True}
     check_kinds(q=q, k=k, v=v)
     starts = _starts_of_keys(cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
     found = forward_only(
