@@ -16,6 +16,7 @@ from flashmoe_science import (
     UnsupportedError,
     flash_attention,
     flash_attention_backward,
+    flash_attention_varlen,
     flash_attention_varlen_backward,
 )
 from flashmoe_science.attention import reference
@@ -436,7 +437,7 @@ def test_gradients_of_keys_come_unrounded_where_others_add_to_them(packed):
 
 
 def test_gradients_without_autograd_are_those_of_autograd_with_every_feature():
-    """In batches and packed; sinks and a bias are constants there."""
+    """In batches and packed."""
     q, k, v = leaves((1, 4, 9, 8), (1, 2, 11, 8), (1, 2, 11, 8))
     more: dict[str, Any] = {**ALL, "sinks": torch.randn(4), "alibi": torch.rand(4), "bias": torch.randn(1, 4, 9, 11)}
     o, lse = flash_attention(q, k, v, **more, return_lse=True)
@@ -455,3 +456,57 @@ def test_gradients_without_autograd_are_those_of_autograd_with_every_feature():
     )
     for found, exact in zip(packed, expected, strict=True):
         torch.testing.assert_close(found.transpose(0, 1)[None], exact)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_without_autograd_of_sinks_bias_and_dropout(compiled):
+    q, k, v, sinks, bias = leaves((2, 4, 9, 8), (2, 2, 11, 8), (2, 2, 11, 8), (4,), (1, 4, 9, 11))
+    more: dict[str, Any] = {"causal": True, "dropout_p": 0.3, "dropout_seed": torch.tensor([5, 7])}
+    o, lse = flash_attention(q, k, v, sinks=sinks, bias=bias, **more, return_lse=True)
+    do = torch.randn_like(o)
+    tensors = {"q": q, "k": k, "v": v, "sinks": sinks, "bias": bias}
+    expected = dict(zip(tensors, torch.autograd.grad(o, [*tensors.values()], do), strict=True))
+    saved = {name: x.detach() for name, x in {**tensors, "o": o, "lse": lse, "do": do}.items()}
+
+    def call(wanted: tuple[str, ...]) -> tuple[torch.Tensor, ...]:
+        return flash_attention_backward(**saved, **more, wanted=wanted)
+
+    for wanted in (("bias", "q", "sinks"), ("v",), ("q", "k", "v", "sinks", "bias")):
+        found = (torch.compile(call, backend="eager") if compiled else call)(wanted)
+        for name, gradient in zip(wanted, found, strict=True):
+            torch.testing.assert_close(gradient, expected[name])
+
+
+def test_packed_gradients_without_autograd_of_used_lengths_and_dropout():
+    q, k, v, sinks = leaves((12, 4, 8), (14, 2, 8), (14, 2, 8), (4,))
+    lengths = {
+        "cu_seqlens_q": [0, 5, 12], "cu_seqlens_k": [0, 6, 14], "seqused_q": [4, 7], "seqused_k": [6, 5],
+    }  # fmt: skip
+    tensors: dict[str, Any] = {name: torch.tensor(x, dtype=torch.int32) for name, x in lengths.items()}
+    tensors |= {"max_seqlen_q": 7, "max_seqlen_k": 8, "causal": True, "sinks": sinks}
+    tensors |= {"dropout_p": 0.3, "dropout_seed": torch.tensor([5, 7])}
+    o, lse = flash_attention_varlen(q, k, v, **tensors, return_lse=True)
+    do = torch.randn_like(o)
+    expected = torch.autograd.grad(o, (sinks, q, v), do)
+    saved: Any = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do": do}
+    saved = {name: x.detach() for name, x in saved.items()}
+    dq = torch.full((12, 4, 8), torch.nan)
+    found = flash_attention_varlen_backward(**saved, **tensors, wanted=("sinks", "q", "v"), out={"q": dq})
+    assert found[1] is dq
+    for gradient, exact in zip(found, expected, strict=True):
+        torch.testing.assert_close(gradient, exact)
+
+
+def test_gradients_are_written_where_the_caller_asks_for_them():
+    q, k, v = leaves((1, 4, 9, 8), (1, 2, 9, 8), (1, 2, 9, 8))
+    o, lse = flash_attention(q, k, v, causal=True, return_lse=True)
+    saved = [x.detach() for x in (q, k, v, o, lse, torch.randn_like(o))]
+    expected = flash_attention_backward(*saved, causal=True)
+    both = torch.full((1, 9, 4, 16), torch.nan)
+    out = {"k": both[..., :8].transpose(1, 2)[:, :2], "v": both[..., 8:].transpose(1, 2)[:, 2:]}
+    dq, dk, dv = flash_attention_backward(*saved, causal=True, out=out)
+    assert dk is out["k"]
+    assert dv is out["v"]
+    for gradient, exact in zip((dq, dk, dv), expected, strict=True):
+        assert torch.equal(gradient, exact)
+    assert both.isnan().sum() == both.numel() // 2  # nothing else was written

@@ -242,6 +242,28 @@ def test_tangents_are_not_lost():
             {"accumulate_into": (torch.zeros(999).as_strided((2, 2, 7, 8), (224, 56, 4, 1)), torch.zeros(2, 2, 7, 8))},
             "accumulate_into's dk must not overlap itself",
         ),
+        ({"wanted": "qkv"}, "wanted must be names among q, k, v, sinks, bias, got 'qkv'"),
+        ({"wanted": ()}, r"wanted must be names among q, k, v, sinks, bias, got \(\)"),
+        ({"wanted": ("q", "q")}, r"wanted must have each name once, got \('q', 'q'\)"),
+        ({"wanted": ("q", "sinks")}, "sinks must be given where its gradient is wanted, got None"),
+        (
+            {"wanted": ("q",), "accumulate_into": (torch.zeros(2, 2, 7, 8),) * 2},
+            "accumulate_into needs k and v in wanted",
+        ),
+        ({"dropout_p": 0.5}, "dropout_seed must be what the forward was given where dropout_p is 0.5, got None"),
+        ({"out": {"sinks": torch.zeros(4)}}, "out must be tensors by names among q, k, v, got"),
+        ({"out": torch.zeros(4)}, "out must be tensors by names among q, k, v, got"),
+        (
+            {
+                "out": {"k": torch.zeros(2, 2, 7, 8)},
+                "accumulate_into": (torch.zeros(2, 2, 7, 8), torch.zeros(2, 2, 7, 8)),
+            },
+            "out must be tensors by names among q, got",
+        ),
+        ({"out": {"q": torch.zeros(2, 4, 5, 8).half()}}, "out's q must be float32, got torch.float16"),
+        ({"out": {"q": torch.zeros(2, 4, 5, 9)}}, r"out's q must have shape \[that of q\] = \[2, 4, 5, 8\], got"),
+        ({"out": {"q": "o"}}, "out's q must not share memory with o: it is written in place"),
+        ({"out": dict.fromkeys("kv", torch.zeros(2, 2, 7, 8))}, "out's k and v must not share memory"),
         ({"accumulate_into": torch.zeros(2)}, r"accumulate_into must be two tensors \(dk, dv\) or None, got"),
         ({"accumulate_into": (torch.zeros(2, 2, 7, 8), None)}, "accumulate_into's dv must be a torch.Tensor"),
         (
@@ -271,6 +293,8 @@ def test_a_backward_call_is_refused(change, message):
     o, lse = flash_attention(q, k, v, return_lse=True)
     given: dict[str, Any] = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do": o.clone()}
     change = {name: torch._neg_view(given[name]) if what == "neg" else what for name, what in change.items()}
+    if change.get("out") == {"q": "o"}:
+        change["out"] = {"q": o}
     with pytest.raises(InputError, match=message):
         flash_attention_backward(**{**given, **change})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -239,29 +239,87 @@ def check_saved(tensors: Mapping[str, Tensor]) -> None:
             check_not_negative(name, tensor)
 
 
+def seed_of(dropout_p: float, dropout_seed: Tensor | None) -> dict[str, Tensor | None]:
+    """Return the seed of a call's dropout, where there is any. Raises ``InputError`` where it is not given."""
+    if not dropout_p:
+        return {}
+    if dropout_seed is None:
+        raise InputError(f"dropout_seed must be what the forward was given where dropout_p is {dropout_p}, got None")
+    return {"dropout_seed": dropout_seed}
+
+
+def named_gradients(
+    wanted: object, out: object, sums: object, tensors: Mapping[str, Tensor]
+) -> tuple[list[str], dict[str, Tensor], dict[str, Tensor]]:
+    """Return which gradients a public call makes, where it writes some, and where it adds those of k and v.
+
+    Args:
+        wanted: names of tensors, what the caller gave for ``wanted``.
+        out: by name the tensors that gradients of q, k and v are written to, or None.
+        sums: what the caller gave for ``accumulate_into``.
+        tensors: of the call, by name.
+
+    Raises:
+        InputError: an argument breaks the contract of ``flash_attention_backward``.
+    """
+    known = ("q", "k", "v", "sinks", "bias")
+    if isinstance(wanted, str) or not isinstance(wanted, (tuple, list)) or not wanted or set(wanted) - set(known):
+        raise InputError(f"wanted must be names among {', '.join(known)}, got {shown(wanted)}")
+    if len(set(wanted)) < len(wanted):
+        raise InputError(f"wanted must have each name once, got {shown(wanted)}")
+    if absent := [name for name in wanted if name not in tensors]:
+        raise InputError(f"{absent[0]} must be given where its gradient is wanted, got None")
+    if sums is not None and not {"k", "v"} <= set(wanted):
+        raise InputError(f"accumulate_into needs k and v in wanted, got {shown(wanted)}")
+    written = _named_out(out, wanted, tensors, summed=sums is not None)
+    return list(wanted), written, {} if sums is None else named_sums(sums, tensors)
+
+
+def _named_out(out: object, wanted: Sequence[str], tensors: Mapping[str, Tensor], *, summed: bool) -> dict[str, Tensor]:
+    if out is None:
+        return {}
+    allowed = [name for name in wanted if name == "q" or (name in ("k", "v") and not summed)]
+    if not isinstance(out, Mapping) or set(out) - set(allowed):
+        raise InputError(f"out must be tensors by names among {', '.join(allowed) or 'none'}, got {shown(out)}")
+    for name, into in out.items():
+        _check_written(f"out's {name}", into, f"that of {name}", tensors[name], tensors[name].dtype, tensors)
+    names = list(out)
+    for place, name in enumerate(names):
+        for other in names[:place]:
+            if meet(out[name], out[other]):
+                raise InputError(f"out's {other} and {name} must not share memory, and they do")
+    return dict(out)
+
+
+def _check_written(
+    name: str, into: Tensor, like: str, tensor: Tensor, dtype: torch.dtype, others: Mapping[str, Tensor]
+) -> None:
+    """Raise ``InputError`` unless a gradient can be written to, or added to, a tensor."""
+    check_tensor(name, into)
+    check_dense(name, into)
+    check_shape(name, into, tuple(tensor.shape), like)
+    check_place(name, into, tensor)
+    check_not_negative(name, into)
+    if into.dtype != dtype:
+        raise InputError(f"{name} must be {str(dtype).removeprefix('torch.')}, got {into.dtype}")
+    if into.requires_grad and torch.is_grad_enabled():
+        raise InputError(f"{name} must not require grad: it is written in place")
+    steps = [step for step, size in zip(into.stride(), into.shape, strict=True) if size > 1]
+    if 0 in steps or (into.shape[-1] > 1 and into.stride(-1) != 1):
+        raise InputError(f"{name} must have contiguous rows and no expanded axis, got strides {into.stride()}")
+    if has_internal_overlap(into):
+        raise InputError(f"{name} must not overlap itself, got shape {list(into.shape)}, strides {into.stride()}")
+    for other, given in others.items():
+        if given.dtype == into.dtype and meet(into, given):
+            raise InputError(f"{name} must not share memory with {other}: it is written in place")
+
+
 def named_sums(sums: object, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return, as dk and dv, the tensors that gradients of k and v are added to. Raises ``InputError``."""
     if not isinstance(sums, tuple) or len(sums) != 2:
         raise InputError(f"accumulate_into must be two tensors (dk, dv) or None, got {shown(sums)}")
     for of, total in zip("kv", sums, strict=True):
-        name, like = f"accumulate_into's d{of}", tensors[of]
-        check_tensor(name, total)
-        check_dense(name, total)
-        check_shape(name, total, tuple(like.shape), f"that of {of}")
-        check_place(name, total, like)
-        check_not_negative(name, total)
-        if total.dtype != torch.float32:
-            raise InputError(f"{name} must be float32, got {total.dtype}")
-        if total.requires_grad and torch.is_grad_enabled():
-            raise InputError(f"{name} must not require grad: it is added to in place")
-        steps = [step for step, size in zip(total.stride(), total.shape, strict=True) if size > 1]
-        if 0 in steps or (total.shape[-1] > 1 and total.stride(-1) != 1):
-            raise InputError(f"{name} must have contiguous rows and no expanded axis, got strides {total.stride()}")
-        if has_internal_overlap(total):
-            raise InputError(f"{name} must not overlap itself, got shape {list(total.shape)}, strides {total.stride()}")
-        for other, tensor in tensors.items():
-            if tensor.dtype == total.dtype and meet(total, tensor):
-                raise InputError(f"{name} must not share memory with {other}: it is added to in place")
+        _check_written(f"accumulate_into's d{of}", total, f"that of {of}", tensors[of], torch.float32, tensors)
     if meet(*sums):
         raise InputError("accumulate_into's dk and dv must not share memory, and they do")
     return dict(zip(("dk", "dv"), sums, strict=True))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ...gpu.checks import check_not_mapped, check_not_mixed, check_tensor
 from ...gpu.subclasses import is_traced
-from ..checks import check_saved, check_tensors, named_sums
+from ..checks import check_saved, check_tensors, named_gradients, seed_of
 from ..context_parallel import refuse_context_parallel
 from ..inputs import Options, check_all_options, gpu_of, problem_of, refuse_tangents
 from .autograd import forced_kernel, gradients_of
@@ -35,12 +36,16 @@ def flash_attention_backward(
     sinks: Tensor | None = None,
     alibi: Tensor | None = None,
     bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    wanted: Sequence[str] = ("q", "k", "v"),
+    out: Mapping[str, Tensor] | None = None,
     accumulate_into: tuple[Tensor, Tensor] | None = None,
     kernel: str = "auto",
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Return the gradients of q, k and v, from what the forward returned and the gradients of that.
 
-    For callers that keep o and the LSE without autograd. Dropout is not served, and sinks and bias have no gradients.
+    For callers that keep o and the LSE without autograd.
 
     Args:
         q: ``[B, H, Sq, D]``, as ``flash_attention`` takes it; so k, v, causal, softmax_scale and window.
@@ -57,12 +62,17 @@ def flash_attention_backward(
         sinks: ``[H]``.
         alibi: ``[H]`` or ``[B, H]``.
         bias: ``[B or 1, H or 1, Sq, Sk]``.
+        dropout_p: what the forward was given; 0 for none.
+        dropout_seed: ``[2]`` int64, what the forward was given. It must be given with dropout.
+        wanted: the tensors whose gradients are returned, by name: of q, k, v, sinks and bias.
+        out: tensors that gradients of q, k and v are written to, by name, in their shapes and dtype, with contiguous
+            rows. Without it they are new.
         accumulate_into: fp32 tensors ``[B, HK, Sk, D]`` and ``[B, HK, Sk, DV]`` with contiguous rows.
             The gradients of k and v are added to them in place, and they are returned as dk and dv.
         kernel: ``"auto"``, or one name to force (``explain_gradients`` lists them); a forced kernel never falls back.
 
     Returns:
-        dq, dk and dv, in the shapes and the dtype of q, k and v; they are detached.
+        The gradients of ``wanted``, in its order, detached, in the shapes and dtypes of what they are of.
 
     Raises:
         InputError: a shape, dtype, device or value breaks the contract above.
@@ -75,21 +85,22 @@ def flash_attention_backward(
     refuse_context_parallel()
     for name, tensor in given.items():
         check_tensor(name, tensor)
-    for name, tensor in {"dlse": dlse, "sinks": sinks, "alibi": alibi, "bias": bias}.items():
+    more = {"dlse": dlse, "sinks": sinks, "alibi": alibi, "bias": bias, **seed_of(dropout_p, dropout_seed)}
+    for name, tensor in more.items():
         if tensor is not None:
             check_tensor(name, tensor, optional=True)
             given[name] = tensor
     check_tensors(given, "B, H, S, D")
     check_saved(given)
-    sums = {} if accumulate_into is None else named_sums(accumulate_into, given)
+    names, written, sums = named_gradients(wanted, out, accumulate_into, given)
     refuse_tangents(given.values())
     check_not_mapped(given.values())
     check_backward_kernel_name(kernel)
-    options = check_all_options(Options(causal, softmax_scale, window, softcap, kernel=kernel))
+    options = check_all_options(Options(causal, softmax_scale, window, softcap, kernel=kernel, dropout_p=dropout_p))
     if is_traced(given.values()):
         check_not_mixed(given)
-    found = gradients_of(options, {**given, **sums}, ["q", "k", "v"])
-    return found["q"], found["k"], found["v"]
+    found = gradients_of(options, {**given, **sums}, names, out=written)
+    return tuple(found[name] for name in names)
 
 
 def explain_gradients(

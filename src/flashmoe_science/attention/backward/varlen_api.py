@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from ...gpu.checks import check_before_operator, check_not_mapped, check_tensor
 from ...gpu.subclasses import is_traced
-from ..checks import check_attended_packed, check_saved, named_sums
+from ..checks import check_attended_packed, check_saved, named_gradients, seed_of
 from ..context_parallel import refuse_context_parallel
 from ..inputs import Options, check_all_options, refuse_tangents
 from ..packed import check_values, planned_lengths
@@ -36,12 +37,18 @@ def flash_attention_varlen_backward(
     sinks: Tensor | None = None,
     alibi: Tensor | None = None,
     bias: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    wanted: Sequence[str] = ("q", "k", "v"),
+    out: Mapping[str, Tensor] | None = None,
     accumulate_into: tuple[Tensor, Tensor] | None = None,
     kernel: str = "auto",
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Return the gradients of q, k and v of packed sequences, from what the forward returned and the gradients of that.
 
-    For callers that keep o and the LSE without autograd. Dropout is not served, and sinks and bias have no gradients.
+    For callers that keep o and the LSE without autograd.
 
     Args:
         q: ``[Tq, H, D]``, as ``flash_attention_varlen`` takes it; so the other inputs and options.
@@ -62,13 +69,20 @@ def flash_attention_varlen_backward(
         sinks: ``[H]``.
         alibi: ``[H]`` or ``[B, H]``.
         bias: ``[B or 1, H or 1, max_seqlen_q, max_seqlen_k]``.
+        seqused_q: ``[B]`` int32, as ``flash_attention_varlen`` takes it.
+        seqused_k: ``[B]`` int32, likewise.
+        dropout_p: what the forward was given; 0 for none.
+        dropout_seed: ``[2]`` int64, what the forward was given. It must be given with dropout.
+        wanted: the tensors whose gradients are returned, by name: of q, k, v, sinks and bias.
+        out: tensors that gradients of q, k and v are written to, by name, in their shapes and dtype, with contiguous
+            rows. Without it they are new.
         accumulate_into: fp32 tensors ``[Tk, HK, D]`` and ``[Tk, HK, DV]`` with contiguous rows.
             The gradients of k and v are added to them in place, and they are returned as dk and dv.
         kernel: ``"auto"``, or one name to force (``explain_gradients`` lists them); a forced kernel never falls back.
 
     Returns:
-        dq, dk and dv, contiguous, in the shapes and the dtype of q, k and v; they are detached. Tokens that are in no
-        sequence have gradients of 0.
+        The gradients of ``wanted``, in its order, detached, in the shapes and dtypes of what they are of. Those of q, k
+        and v are contiguous unless ``out`` has them, and 0 for tokens that are in no sequence.
 
     Raises:
         InputError: a shape, dtype, device or value breaks the contract above. The host reads no length on a GPU.
@@ -82,22 +96,23 @@ def flash_attention_varlen_backward(
     refuse_context_parallel()
     for name, tensor in given.items():
         check_tensor(name, tensor)
-    for name, tensor in {"dlse": dlse, "sinks": sinks, "alibi": alibi, "bias": bias}.items():
+    more = {"dlse": dlse, "sinks": sinks, "alibi": alibi, "bias": bias, "seqused_q": seqused_q, "seqused_k": seqused_k}
+    for name, tensor in {**more, **seed_of(dropout_p, dropout_seed)}.items():
         if tensor is not None:
             check_tensor(name, tensor, optional=True)
             given[name] = tensor
     check_backward_kernel_name(kernel)
     lengths = (max_seqlen_q, max_seqlen_k)
-    options = check_all_options(Options(causal, softmax_scale, window, softcap, lengths, kernel))
+    options = check_all_options(Options(causal, softmax_scale, window, softcap, lengths, kernel, dropout_p))
     check_not_mapped(given.values())
     traced = is_traced(given.values())
     if traced:
         check_before_operator(given, "q")
     check_attended_packed(given, planned_lengths(*lengths, bias))
     check_saved(given)
-    sums = {} if accumulate_into is None else named_sums(accumulate_into, given)
+    names, written, sums = named_gradients(wanted, out, accumulate_into, given)
     refuse_tangents(given.values())
     if not traced:
         check_values(given, options)
-    found = gradients_of(options, {**given, **sums}, ["q", "k", "v"])
-    return found["q"], found["k"], found["v"]
+    found = gradients_of(options, {**given, **sums}, names, out=written)
+    return tuple(found[name] for name in names)
