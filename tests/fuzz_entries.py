@@ -122,6 +122,12 @@ def of_pages() -> Arguments:
     return {**given, "k": half(3, 4, 2, 8), "v": half(3, 4, 2, 4), "page_table": ints(0, 1, 2, 0).view(2, 2)}
 
 
+def of_pages_with_splits() -> Arguments:
+    given = of_pages()
+    heads = {"q": half(7, 4, 16), "k": half(3, 4, 2, 16), "v": half(3, 4, 2, 16)}
+    return {**given, **heads, "num_splits": 2, "batch_invariant": True}
+
+
 def of_cache() -> Arguments:
     return {
         "q": half(2, 4, 2, 8), "k_cache": half(2, 6, 2, 8), "v_cache": half(2, 6, 2, 4), "k": half(2, 2, 1, 8),
@@ -143,7 +149,7 @@ def of_cache_pages() -> Arguments:
     return {
         "q": half(2, 4, 1, 8), "k_cache": half(4, 3, 2, 8), "v_cache": half(4, 3, 2, 4), "k": half(2, 2, 2, 8),
         "v": half(2, 2, 2, 4), "cache_seqlens": ints(1, 4), "page_table": ints(0, 2, 3, 1).view(2, 2),
-        "window": (3, 0), "softcap": 2.0, "softmax_scale": None,
+        "window": (3, 0), "softcap": 2.0, "softmax_scale": None, "num_splits": 2, "batch_invariant": True,
     }  # fmt: skip
 
 
@@ -232,7 +238,7 @@ def of_vllm() -> Arguments:
         "cu_seqlens_q": ints(0, 3, 7), "max_seqlen_k": 5, "cu_seqlens_k": None, "seqused_k": ints(4, 5), "q_v": None,
         "softmax_scale": None, "causal": True, "window_size": None, "softcap": 0.0, "alibi_slopes": None,
         "block_table": ints(0, 1, 2, 0).view(2, 2), "return_softmax_lse": True, "out": None, "num_splits": 0,
-        "fa_version": 2, "s_aux": half(4), "cp_world_size": 1, "k_descale": None,
+        "fa_version": 2, "s_aux": half(4), "cp_world_size": 1, "k_descale": torch.ones(2, 2),
     }  # fmt: skip
 
 
@@ -252,6 +258,13 @@ def of_fa3_cache() -> Arguments:
         "max_seqlen_q": None, "softmax_scale": None, "causal": True, "window_size": (-1, -1), "num_splits": 0,
         "return_softmax_lse": False,
     }  # fmt: skip
+
+
+def of_fa3_cache_fp8() -> Arguments:
+    given = of_fa3_cache()
+    caches = {name: given[name].to(torch.float8_e4m3fn) for name in ("k_cache", "v_cache")}
+    descales = {"k_descale": torch.rand(2).expand(2, 2), "v_descale": torch.rand(2).expand(2, 2), "q_descale": None}
+    return {**given, **caches, **descales}
 
 
 def of_combine() -> Arguments:
@@ -278,7 +291,7 @@ def attended_masked(given: Arguments) -> Any:
 
 
 def attended_packed(given: Arguments) -> Any:
-    left_out = ("return_lse", "kernel", "max_seqlen_q", "max_seqlen_k")
+    left_out = ("return_lse", "kernel", "max_seqlen_q", "max_seqlen_k", "num_splits", "batch_invariant")
     o, lse = reference.attention_varlen(**{n: value for n, value in exactly(given).items() if n not in left_out})
     return (o, lse) if given.get("return_lse") else o
 
@@ -414,6 +427,7 @@ ENTRIES: dict[str, tuple[Callable[..., Any], Callable[[], Arguments], Callable[[
     "flash_attention_varlen": (flash_attention_varlen, of_packed, attended_packed),
     "flash_attention_varlen_backward": (flash_attention_varlen_backward, of_packed_gradients, packed_gradients),
     "flash_attention_varlen paged": (flash_attention_varlen, of_pages, attended_packed),
+    "flash_attention_varlen splits": (flash_attention_varlen, of_pages_with_splits, attended_packed),
     "flash_attention_with_kv_cache": (flash_attention_with_kv_cache, of_cache, attended_cache),
     "flash_attention_with_kv_cache paged": (flash_attention_with_kv_cache, of_cache_pages, attended_cache),
     "merge_attention_states": (merge_attention_states, of_parts, merged),
@@ -436,6 +450,7 @@ ENTRIES: dict[str, tuple[Callable[..., Any], Callable[[], Arguments], Callable[[
     "vllm varlen": (vllm_varlen_func, of_vllm, None),
     "fa3": (fa3_func, of_fa3, None),
     "fa3 cache": (fa3_with_kvcache, of_fa3_cache, None),
+    "fa3 cache fp8": (fa3_with_kvcache, of_fa3_cache_fp8, None),
     "fa3 combine": (flash_attn_combine, of_combine, combined),
     "flash_attn qkvpacked": (
         flash_attn_qkvpacked_func, lambda: {"qkv": half(2, 3, 3, 4, 8), "causal": True}, flash_attn,

@@ -16,8 +16,27 @@ def near(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert (found.float() - expected.float()).abs().max() <= 2e-3 * expected.abs().max().clamp_min(1.0)
 
 
+def check_one_memory() -> None:
+    """Values that are the keys, or their first columns, have the bits of values in memory of their own."""
+    generator = torch.Generator().manual_seed(1)
+    q, kv = (torch.randn(shape, generator=generator).half() for shape in ((1, 2, 20, 512), (1, 1, 37, 512)))
+    sinks = torch.randn(2, generator=generator)
+    for columns in (512, 400):
+        v = kv[..., :columns]
+        options: dict[str, Any] = {"sinks": sinks, "causal": True, "kernel": "forward_triton"}
+        assert torch.equal(flash_attention(q, kv, v, **options), flash_attention(q, kv, v.clone(), **options))
+        do = torch.randn(1, 2, 20, columns, generator=generator).half()
+        one = kv.clone().requires_grad_()
+        (both,) = torch.autograd.grad(flash_attention(q, one, one[..., :columns], **options), one, do)
+        leaves = kv.clone().requires_grad_(), v.clone().requires_grad_()
+        parts = torch.autograd.grad(flash_attention(q, *leaves, **options), leaves, do)
+        expected = parts[0] + torch.nn.functional.pad(parts[1], (0, 512 - columns))
+        assert torch.equal(both, expected)
+
+
 def main() -> None:
     """Hold forward, gradients and decoding against the reference."""
+    check_one_memory()
     generator = torch.Generator().manual_seed(0)
     for (head_dim, head_dim_v), options in zip(((512, 512), (300, 264)), OPTIONS, strict=True):
         shapes = ((1, 2, 20, head_dim), (1, 1, 37, head_dim), (1, 1, 37, head_dim_v), (1, 2, 20, head_dim_v))

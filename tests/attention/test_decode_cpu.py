@@ -307,11 +307,40 @@ def test_compile_and_opcheck(why):
         torch.library.opcheck(torch.ops.flashmoe_science.attention_with_kv_cache, arguments, test_utils=tuple(checks))
 
 
+@pytest.mark.parametrize("splits", [(2, False), (0, True)], ids=["num-splits", "batch-invariant"])
+@pytest.mark.parametrize("why", ["features", "fp8-token"])
+def test_opcheck_of_calls_that_promise_bits(why, splits):
+    case = next(case for case in CACHE_CASES if case.why == why)
+    tensors = make_tensors(dataclasses.replace(case, new=0, rotary_dim=0))
+    for name in {"k_cache", "v_cache", "k_scale", "v_scale"} & set(tensors):
+        tensors[name].copy_(tensors[name].float().nan_to_num())
+    arguments = (
+        *(tensors[name] for name in ("q", "k_cache", "v_cache", "cache_seqlens")),
+        *(tensors.get(name) for name in ("page_table", "cache_batch_idx", "leftpad_k")),
+        *(tensors.get(name) for name in ("sinks", "alibi", "bias", "k_scale", "v_scale")),
+        True, -1, -1, 0.0, None, *splits, "auto",
+    )  # fmt: skip
+    checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if not case.fp8:  # torch compares no fp8 tensors before and after
+        checks.append("test_schema")
+    torch.library.opcheck(torch.ops.flashmoe_science.attention_with_kv_cache, arguments, test_utils=tuple(checks))
+
+
 BITS = [
     CacheCase("bits-invariant", lengths=(300, 20, 0), capacity=320, page_size=16, options={"batch_invariant": True}),
     CacheCase("bits-splits", lengths=(60, 20), page_size=4, options={"num_splits": 3}),
     CacheCase(
         "bits-fp8", lengths=(300, 20), capacity=320, page_size=16, fp8="token", options={"batch_invariant": True}
+    ),
+    CacheCase("bits-fp8-splits", lengths=(90, 20), capacity=96, page_size=8, fp8="head", options={"num_splits": 3}),
+    CacheCase(
+        "bits-d512",
+        lengths=(150, 20),
+        capacity=160,
+        page_size=16,
+        heads_kv=1,
+        head_dim=512,
+        options={"batch_invariant": True},
     ),
 ]
 NOT_FINITE = [
@@ -326,7 +355,7 @@ USUAL = (
     "many-rows-paged", "shared", "bits-invariant",
     "lengths", "page-3", "batch-idx", "leftpad-paged", "append-rows", "append-too-much", "window",
     "more-rows-than-keys", "sinks-no-keys", "merge-in-steps", "many-sequences", "no-capacity",
-    "fp8-head", "fp8-token-rows",
+    "fp8-head", "fp8-token-rows", "bits-fp8", "bits-d512",
 )  # fmt: skip
 
 

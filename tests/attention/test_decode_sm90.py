@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from collections.abc import Hashable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from flashmoe_science import UnsupportedError
+from flashmoe_science import UnsupportedError, explain_with_kv_cache
 from flashmoe_science.attention.decode.plan import plan_with_kv_cache
 from flashmoe_science.attention.decode.prepare import pointer_names, prepare_cache_kernels
 from flashmoe_science.attention.decode.problem import CacheProblem
@@ -111,6 +113,27 @@ def test_where_there_is_no_hopper():
         plan_with_kv_cache(PROBLEM, SPECS["B200"], "decode_gluon_sm90")
     with pytest.raises(UnsupportedError, match="needs a Hopper GPU, got CPU tensors"):
         plan_with_kv_cache(PROBLEM, None, "decode_gluon_sm90")
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_pages_of_any_size_are_planned_everywhere(page_size):
+    """Of MLA: smaller pages than a tile of keys go to the kernel that reads rows one by one."""
+    problem = change(page_size=page_size)
+    for gpu in ("A100", "H100", "H200", "B200"):
+        for promise in ({}, {"batch_invariant": True}, {"num_splits": 4}):
+            plan = plan_with_kv_cache(dataclasses.replace(problem, **promise), SPECS[gpu])
+            hopper = page_size == 64 and SPECS[gpu].arch == 90
+            assert plan.kernel == ("decode_gluon_sm90" if hopper else "decode_triton")
+            assert plan.launches
+    cache = torch.zeros(8, page_size, 1, 576, dtype=torch.bfloat16)
+    table = torch.arange(8, dtype=torch.int32).view(2, 4)
+    q = torch.zeros(2, 16, 1, 576, dtype=torch.bfloat16)
+    explained = explain_with_kv_cache(q, cache, cache[..., :512], page_table=table)
+    assert (explained.kernel, explained.problem.shared_kv, explained.problem.page_size) == (
+        "reference",
+        True,
+        page_size,
+    )
 
 
 COMPILED = [

@@ -27,6 +27,7 @@ from flashmoe_science.attention.problem import AttentionProblem
 from flashmoe_science.gpu.specs import SPECS
 
 from ..exhaustive import all_but
+from ..test_traced_calls import Seen
 from .mixed_cases import MIXED_CASES
 
 # Every schedule, both sizes of tiles, bounds on both sides, lengths in use, sinks and ALiBi.
@@ -255,6 +256,11 @@ def test_bad_options(changes, message):
         flash_attention_varlen(**call(**changes))
 
 
+def test_a_traced_call_refuses_a_number_that_torch_cannot_hold():
+    with Seen(), pytest.raises(InputError, match="num_splits must be an integer from 0 to 256, got 1180591620717411"):
+        flash_attention_varlen(**call(num_splits=2**70))
+
+
 def test_cpu_tensors_run_the_reference_with_splits():
     expected = flash_attention_varlen(**call(), causal=True)
     given = call()
@@ -263,3 +269,29 @@ def test_cpu_tensors_run_the_reference_with_splits():
     assert explain_varlen(**given, num_splits=2).kernel == "reference"
     with pytest.raises(UnsupportedError, match="TRITON_INTERPRET=1 runs it"):
         flash_attention_varlen(**given, kernel="mixed_triton")
+
+
+@pytest.mark.parametrize("splits", [(3, False), (0, True), (1, True)], ids=str)
+def test_compile_and_opcheck(splits):
+    """The operator traces whole graphs where bits are promised, and its fake implementation fits."""
+    given = call(page_table=torch.tensor([[5, 0], [2, 3]], dtype=torch.int32))
+    promise = {"num_splits": splits[0], "batch_invariant": splits[1]}
+    expected = flash_attention_varlen(**given, **promise, causal=True)
+    compiled = torch.compile(flash_attention_varlen, fullgraph=True, backend="aot_eager", dynamic=True)
+    torch.testing.assert_close(compiled(**given, **promise, causal=True), expected)
+    *needed, longest_q, longest_k, table = given.values()
+    arguments = (
+        *needed, table, longest_q, longest_k, True, None, -1, -1, 0.0, None, None, None, None, None, *splits, False,
+        "auto",
+    )  # fmt: skip
+    torch.library.opcheck(torch.ops.flashmoe_science.attention_varlen_paged, arguments)
+
+
+def test_one_split_that_is_batch_invariant_has_tiles_of_any_batch():
+    """What drop-ins make of ``num_splits=1``: a promise of bits that the maxima do not decide."""
+    plans = [
+        mixed_config(problem(batch=batch, seqlen_q=queries, num_splits=1, batch_invariant=True), 90)
+        for batch, queries in itertools.product((1, 64), (1, 4, 2048))
+    ]
+    assert len({(plan.few, plan.many) for plan in plans}) == 1
+    assert schedule_of(problem(num_splits=1, batch_invariant=True)) == "even"

@@ -195,6 +195,28 @@ def test_explain_takes_the_arguments_of_a_call():
     assert plan.as_dict()["problem"]["top_k"] == 40
 
 
+@pytest.mark.parametrize("promise", [{}, {"num_splits": 3}, {"batch_invariant": True}], ids=str)
+@pytest.mark.parametrize("why", ["pages-of-16", "few-heads"])
+def test_compile_and_opcheck(why, promise):
+    """The operator traces whole graphs, with and without pages and sinks, and its fake implementation fits."""
+    case = next(case for case in CASES if case.why == why)
+    (q, cache, indices), options = make_call(case)
+    cache = cache.nan_to_num()  # opcheck compares inputs before and after, and NaN is unlike itself
+    options |= promise
+
+    def attend(q: torch.Tensor, cache: torch.Tensor, indices: torch.Tensor) -> Any:
+        return sparse_mla(q + 1, cache, indices, **options, return_lse=True)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=True)
+    for found, expected in zip(compiled(q, cache, indices), attend(q, cache, indices), strict=True):
+        torch.testing.assert_close(found, expected)
+    arguments = (
+        q, cache, indices, options.get("page_table"), options.get("sinks"), case.head_dim_v, None,
+        options["num_splits"], options.get("batch_invariant", False), "auto",
+    )  # fmt: skip
+    torch.library.opcheck(torch.ops.flashmoe_science.sparse_mla, arguments)
+
+
 class TestIndexer:
     """The choice of tokens."""
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
 
-from flashmoe_science import flash_attention, flash_attention_with_kv_cache
+from flashmoe_science import flash_attention, flash_attention_varlen, flash_attention_with_kv_cache
 from flashmoe_science.attention import reference
 from flashmoe_science.attention.backward.plan import plan_backward
 from flashmoe_science.attention.backward.problem import BackwardProblem
@@ -49,6 +49,30 @@ def test_the_kernels_in_the_interpreter():
     command = [sys.executable, "-m", "tests.attention.interpreted_wide_heads"]
     child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert child.stdout.strip() == "right", child.stderr
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_values_in_the_memory_of_the_keys(packed):
+    """DeepSeek-V4's prompts: keys that are the values, or whose first columns are; gradients add up."""
+    generator = torch.Generator().manual_seed(0)
+    q, kv = (torch.randn(shape, generator=generator) for shape in ((1, 4, 9, 512), (1, 1, 9, 512)))
+    starts = torch.tensor([0, 4, 9], dtype=torch.int32)
+
+    def attend(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if not packed:
+            return flash_attention(q, k, v, causal=True, window=(3, -1))
+        q_, k_, v_ = (x[0].transpose(0, 1) for x in (q, k, v))
+        return flash_attention_varlen(q_, k_, v_, starts, starts, 5, 5, causal=True, window=(3, -1))
+
+    for columns in (512, 400):
+        one = kv.clone().requires_grad_()
+        k, v = kv.clone().requires_grad_(), kv[..., :columns].clone().requires_grad_()
+        found, expected = attend(one, one[..., :columns]), attend(k, v)
+        assert torch.equal(found, expected)
+        do = torch.randn(found.shape, generator=generator)
+        (both,) = torch.autograd.grad(found, one, do)
+        parts = torch.autograd.grad(expected, (k, v), do)
+        torch.testing.assert_close(both, parts[0] + F.pad(parts[1], (0, 512 - columns)))
 
 
 @pytest.mark.parametrize("gpu", GPUS.values())

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .dispatch import attend
 from .forward.plan import plan_attention
-from .inputs import TENSORS, NamedOptions, Options, gpu_of, parameters_of
+from .inputs import TENSORS, NamedOptions, Options, check_splits, gpu_of, parameters_of
 from .packed import check_room, packed_problem
 from .tiles import Plan
 
@@ -131,6 +131,8 @@ def flash_attention_varlen(
 
     The host reads no tensor, so a CUDA graph replays with other lengths in the same tensors, up to the maxima.
     """
+    if type(num_splits) is int and abs(num_splits) >= 2**31:  # an operator would refuse it in words of torch
+        check_splits(num_splits, batch_invariant)
     return attend(
         {
             "q": q, "k": k, "v": v, "sinks": sinks, "alibi": alibi, "bias": bias, "cu_seqlens_q": cu_seqlens_q,
