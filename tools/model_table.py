@@ -130,7 +130,7 @@ def _sparse(steps: Iterable[tuple[int, int, int]], heads: int, top_k: int, colum
 
 
 def _cell(kernels: Planned) -> str:
-    """Return the letters of the kernels on sm_90, and those on sm_80 where they are others."""
+    """Return the letters of the kernels on sm_90, and behind a semicolon those on sm_80 where they are others."""
     found = []
     for gpu in _GPUS:
         try:
@@ -138,7 +138,7 @@ def _cell(kernels: Planned) -> str:
         except UnsupportedError:
             letters = {"–"}
         found.append(" ".join(sorted(letters, key=[*LETTERS.values(), "–"].index)))
-    return found[0] if found[0] == found[1] else f"{found[0]}; sm_80: {found[1]}"
+    return found[0] if found[0] == found[1] else f"{found[0]}; {found[1]}"
 
 
 def _mask(heads: int = 1) -> dict[str, Any]:
@@ -190,12 +190,12 @@ def _compressed(fields: dict[str, Any], kind: str) -> Layer:
     if kind == "compressed_sparse_attention":
         top_k, columns = fields["index_topk"], (sizes["head_dim"], sizes["head_dim_v"])
         call = sizes["heads"], top_k + window, columns, sizes["sinks"]
-        numbers += f" and top {top_k} of 1 row in {every}"
+        numbers += f", top {top_k} of 1 row in {every}"
         prompt = _sparse(((1, 512, 8192), (4, 2048, 4096)), *call)
         return Layer("compressed, sparse", numbers, prompt, masked, _sparse(_STEPS, *call))
     prompt = f"`mask=`: {_prompt(**sizes, **_mask())}"
     decoding = _decoding(page_size=0, **{**sizes, "shared_kv": True, "causal": False})
-    return Layer("heavily compressed", f"{numbers} and 1 row in {every}", prompt, masked, decoding)
+    return Layer("heavily compressed", f"{numbers}, 1 row in {every}", prompt, masked, decoding)
 
 
 def _blocks(fields: dict[str, Any]) -> Layer:
