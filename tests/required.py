@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import pytest
 
-NAMES = ("browser", "nvcc", "sshd")
+NAMES = ("browser", "nvcc", "sshd", "torchtitan", "trl")
 VARIABLE = "FLASHMOE_REQUIRE"
 
 
