@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -399,6 +400,41 @@ def test_a_replay_of_a_graph_is_judged_with_other_values(monkeypatch):
     with pytest.raises(WrongResultError, match="a replay of its CUDA graph: NaN in"):
         replay(lambda out: out * math.nan)
     assert all(graph.released for graph in made)
+
+
+def test_a_replay_is_compared_in_a_part_where_what_is_right_takes_long(monkeypatch):
+    replay_on_a_cpu(monkeypatch)
+    asked = []
+
+    class Heads(FakeOperator):
+        def make_inputs(self, problem, *, seed, device):
+            return super().make_inputs(problem, seed=seed, device="cpu")
+
+        def exact(self, problem, inputs):
+            asked.append(problem.heads)
+            return super().exact(problem, inputs)
+
+        def sample(self, problem, inputs, *, seed):
+            one = {name: tensor[:, 1:] for name, tensor in inputs.items()}
+            return replace(problem, heads=1), one, lambda out: out[:, 1:], 2
+
+    def check(change, seconds):
+        monkeypatch.setattr(check_module, "_SLOW_TRUTH_S", seconds)
+        asked.clear()
+        return check_case(
+            Heads(), attend, SHORT, device="cpu", seed=7, deterministic=True, capture=lambda call: Replay(call, change)
+        )
+
+    check(lambda out: out, 60.0)
+    assert asked == [2, 2, 2]
+    for seconds in (0.0, 60.0):
+        with pytest.raises(WrongResultError, match="a replay of its CUDA graph: error"):
+            check(lambda out: out * 1.1, seconds)
+        with pytest.raises(WrongResultError, match="a replay of its CUDA graph: NaN"):
+            check(lambda out: torch.cat((out[:, :1] * math.nan, out[:, 1:]), 1), seconds)
+    check(lambda out: out, 0.0)
+    assert asked[:2] == [2, 2]
+    assert set(asked[2:]) == {1}  # few elements are drawn more often
 
 
 def test_what_earlier_calls_gave_is_compared_after_the_replay_and_then_freed(monkeypatch):

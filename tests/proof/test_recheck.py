@@ -129,3 +129,13 @@ def test_an_answer_of_the_largest_size_is_written_and_a_larger_one_is_not(tmp_pa
     for elements, written in ((10, 40), (11, 0)):
         write_answer(torch.zeros(elements), tmp_path / "answer")
         assert (tmp_path / "answer").stat().st_size == written
+
+
+def test_what_is_right_is_not_worked_out_for_an_answer_that_was_left_out(tmp_path, monkeypatch):
+    answer = attend(**OPERATOR.make_inputs(SHORT_PROBLEM, seed=5, device="cpu"))
+    table = table_of(tmp_path, answer[:0])
+    monkeypatch.setattr(recheck, "LARGEST_BYTES", answer.nbytes)
+    assert "has 0 bytes, expected" in asked(tmp_path, table)["wrong"]["case"]
+    monkeypatch.setattr(recheck, "LARGEST_BYTES", answer.nbytes - 1)
+    monkeypatch.setattr(recheck, "Whole", None)
+    assert asked(tmp_path, table) == {"wrong": {}, "left_out": ["case"], "beside": False}

@@ -6,7 +6,8 @@
 4. The same call again: the same bits, where that is promised. Gradients are on: before they are off, as where times
    are taken.
 
-On a GPU a fifth answer is a replay of a CUDA graph, captured with other values. Then one call in each stress draw.
+On a GPU a fifth answer is a replay of a CUDA graph, captured with other values; where an exact answer takes long, a
+drawn part of it is compared. Then one call in each stress draw.
 
 Fresh memory holds NaN: free memory is filled with it, and on a CPU all that torch hands out in calls 1 and 4.
 
@@ -23,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -32,10 +34,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...errors import ProofError
 from ..records.evidence import Accuracy, OutputAccuracy
 from ..subject.failure_hints import not_here
-from ..subject.operator import Inputs, Operator, Part, part_of, stress_draws_of
+from ..subject.operator import Inputs, Operator, Part, part_of, sample_of, stress_draws_of
 from ..subject.outputs import not_formed, parts
 from ..worker import agree, describe_error, meet, rank_here
-from .allowed_error import Expected, ExpectedOutputs, find_expected, judge
+from .allowed_error import Expected, ExpectedOutputs, Whole, find_expected, judge
 from .shared_state import SharedState
 
 _FRESH_MEMORY = frozenset(
@@ -44,6 +46,7 @@ _FRESH_MEMORY = frozenset(
 
 _REPLAY = "a replay of its CUDA graph"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by the bytes of an element; int64 of others
+_SLOW_TRUTH_S = 5.0  # where an exact answer takes longer, a replay is compared in a drawn part of it
 _FEW = 8  # elements: so few can be the same by chance
 
 NAN_BYTE = 0xFF  # bytes of it read as NaN in every floating-point format, of 16 bits too
@@ -100,7 +103,10 @@ def _check_calls(
     require_random(operator, inputs, others)
 
     call = operator.bind(entry, problem, inputs)
+    begun = time.monotonic()
     wanted = find_expected(operator, problem, inputs, part)
+    _synchronize(device)
+    slow = max(meet(time.monotonic() - begun, "the truth took")) > _SLOW_TRUTH_S
     run(call, inputs, wanted, "the first call", poison_all=device == "cpu")
     for name, tensor in inputs.items():
         # Through .data the version counter does not change: a cache keyed on it gets no warning.
@@ -125,7 +131,9 @@ def _check_calls(
     try:
         if capture is not None:
             compare = run.find_changed_outputs
-            check_replay(operator, call, problem, moved, capture, seed=seed + 2, part=part, replayed=compare)
+            check_replay(
+                operator, call, problem, moved, capture, seed=seed + 2, part=part, replayed=compare, sampled=slow
+            )
         if changed := run.find_changed_outputs():
             raise WrongResultError(changed)
     except WrongResultError as error:
@@ -147,12 +155,14 @@ def check_replay(
     seed: int,
     part: Part | None = None,
     replayed: Callable[[], object] = lambda: None,
+    sampled: bool = False,
 ) -> None:
     """Capture a call in a CUDA graph, replay it with other values in the same inputs, and judge the answer.
 
     Times are taken of such replays: a kernel that chooses another one while it is captured is judged by that. A call
     that no graph can hold is gate launch's to report. ``replayed`` is called once that is done, before what is right
-    takes its memory. Raises ``WrongResultError``.
+    takes its memory. ``sampled``: compare a part that ``seed`` draws, where the operator knows parts: what is right of
+    all takes long, and the calls before were compared as a whole. Raises ``WrongResultError``.
     """
     graph = None
     try:
@@ -172,7 +182,9 @@ def check_replay(
         for name in overwritten:  # what is right is of what the replay was given, and all ranks work it out
             inputs[name].data.copy_(others[name])
         del others
-        wanted = find_expected(operator, problem, inputs, part)
+        drawn = sample_of(operator, problem, inputs, seed=seed) if sampled else None
+        truth = Whole(operator, *((problem, inputs) if drawn is None else (drawn.problem, drawn.inputs, drawn.pick)))
+        wanted = truth.expected(part)
         if overwritten:
             raise WrongResultError(f"{_REPLAY}: the input {overwritten[0]} was overwritten")
         (answer,) = graph.outputs
@@ -337,13 +349,16 @@ def accuracy_of(found: Mapping[str, OutputAccuracy], *, deterministic: bool) -> 
 
 
 def _check_form(answer: Any, expected: ExpectedOutputs, device: str, which: str) -> tuple[torch.Tensor, ...]:
-    """Return the outputs. Raises ``WrongResultError``."""
+    """Return the outputs, or the parts of them that are compared. Raises ``WrongResultError``."""
     if wrong := not_formed(answer, [wanted.output for wanted in expected]):
         raise WrongResultError(f"{which}: {wrong}")
-    outputs = parts(answer)
-    for output, wanted in zip(outputs, expected, strict=True):
-        _check_output(output, wanted, device, wanted.within(which))
-    return outputs
+    outputs = []
+    for output, wanted in zip(parts(answer), expected, strict=True):
+        if wanted.pick is not None and not not_plain(output) and output.isnan().any():
+            raise WrongResultError(f"{wanted.within(which)}: NaN")
+        outputs.append(output if wanted.pick is None else wanted.pick(output))
+        _check_output(outputs[-1], wanted, device, wanted.within(which))
+    return tuple(outputs)
 
 
 def _check_output(output: torch.Tensor, wanted: Expected, device: str, which: str) -> None:
