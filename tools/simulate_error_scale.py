@@ -1,8 +1,9 @@
 """Print the figures of docs/explanation/error-scale.md: right kernels that fail, and wrong ones that are found.
 
 ``PYTHONPATH=src python tools/simulate_error_scale.py`` takes an hour, most of it for gradients and experts; ``--fewer
-16`` some minutes, and ``--suites`` 15 for its one table. The tests check the same with fewer draws. Kernels are
-simulated: fp64, and a rounding where a kernel rounds.
+16`` some minutes. ``--suites`` takes some hours for its one table; with names of suites it is theirs, so that many
+cores can share it. The tests check the same with fewer draws. Kernels are simulated: fp64, and a rounding where a
+kernel rounds.
 """
 
 from __future__ import annotations
@@ -463,16 +464,16 @@ def _print_faults(fewer: int) -> None:
         print(f"| {size} x {size} | {draws:,} | {int(((a > 1) | (b > 1)).sum()) / draws:.0%} |", flush=True)
 
 
-def _print_suites(fewer: int) -> None:
+def _print_suites(fewer: int, names: Sequence[str]) -> None:
     print(
         "| suite | case as it is cut | draws | fused: fail | element, row | eager: fail | element, row |\n"
         + "| --- " * 7
         + "|"
     )
     total = refused = 0
-    for name in list_suites():
-        if name.startswith(("context-parallel", "expert-parallel")):  # an answer in parts: that of the same operators
-            continue
+    # Of calls over ranks an answer comes in parts: it is that of the same operators.
+    own = [name for name in list_suites() if not name.startswith(("context-parallel", "expert-parallel"))]
+    for name in names or own:
         suite = OfSuite(name)
         draws = max(1, {"seed": 9000, "train": 500}.get(name, 1000) // fewer)
         found = [suite.judge(SEED + number) for number in range(draws)]
@@ -493,13 +494,15 @@ def main() -> None:
     """Print all tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fewer", type=int, default=1, help="so many times fewer draws")
-    parser.add_argument("--suites", action="store_true", help="print the smallest case of each suite, and no more")
+    parser.add_argument(
+        "--suites", nargs="*", metavar="NAME", help="print the smallest case of each suite, or of these, and no more"
+    )
     parser.add_argument("--stress", action="store_true", help="print the stress draws of attention, and no more")
     asked = parser.parse_args()
     fewer = asked.fewer
     torch.set_grad_enabled(False)
-    if asked.suites:
-        _print_suites(fewer)
+    if asked.suites is not None:
+        _print_suites(fewer, asked.suites)
         return
     if asked.stress:
         _print_stress(fewer)
