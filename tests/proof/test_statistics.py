@@ -144,6 +144,20 @@ def test_clustered_interval_covers_whatever_the_processes_offsets(processes, pro
     assert coverage >= 0.95 - SLACK
 
 
+@pytest.mark.parametrize(
+    ("slow", "processes", "percent"), [(0.5, 3, 23.5), (0.5, 5, 6.8), (0.1, 3, 7.8), (0.1, 5, 17.5)]
+)
+def test_two_modes_are_missed_as_often_as_the_page_says(slow, processes, percent):
+    """docs/explanation/statistics.md: so a new claim needs five processes."""
+    rng, runs, missed = np.random.default_rng(7), 600, 0
+    for _ in range(runs):
+        offsets = 3.0 * (rng.random((processes, 1)) < slow)
+        found = clustered_interval((offsets + rng.normal(0.0, 1.0, (processes, 10))).tolist())
+        missed += not found.contains(3.0 * slow)
+    share = percent / 100
+    assert abs(missed / runs - share) < 4 * (share * (1 - share) / runs) ** 0.5
+
+
 def test_rounds_alone_would_not_cover_when_processes_have_offsets():
     """Why the rounds alone are not asked: the figure of docs/explanation/statistics.md."""
     rng = np.random.default_rng(18)
