@@ -20,6 +20,7 @@ from .chain import (
     Recorder,
     environment_with,
     gate_of,
+    launch,
     request_of,
     run_chain,
     statuses,
@@ -41,6 +42,28 @@ def test_a_case_that_our_kernel_refuses_is_left_out_and_fails_no_gate(gpu):
     assert gate_of(record, "bench").summary.endswith("; 1 not served")
     assert [case.arms[0].status for case in record.cases] == ["measured", "refused"]
     assert gate_of(record, "launch").summary.endswith("; 1 not served")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, ""),
+        ({"grid": (7, 1, 1)}, ""),  # it may follow the values
+        ({"name": "another"}, "kernel another was timed, and gate launch saw none"),
+        ({"registers": 250}, "attend_kernel was timed as another binary: 250 registers and"),
+    ],
+)
+def test_kernels_that_are_timed_are_compared_with_those_of_gate_launch(gpu, changes, words):
+    def change(_payload, case):
+        case["arms"][0]["launches"] = [launch(**changes)]
+        return case
+
+    gpu.change = change
+    record = prove()
+    found = [each for each in gate_of(record, "bench").details if "timed" in each]
+    assert len(found) == bool(words)
+    assert words in "".join(found)
+    assert [each.registers for each in record.cases[0].arms[0].launches] == [64]
 
 
 # Gate quick.

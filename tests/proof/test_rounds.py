@@ -149,6 +149,7 @@ def test_kernel_time_is_the_median_of_cold_calls():
     assert bench.timer.flushes == 4 * 3 * 5  # rounds, arms, calls
     assert bench.timer.recordings == 1
     assert bench.timer.captures == []
+    assert [launch.name for launch in bench.arms["ours"].launches] == ["kernel"]
 
 
 def test_kernel_time_over_rotating_inputs_is_flushed_only_after_values_were_written():

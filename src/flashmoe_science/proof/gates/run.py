@@ -184,6 +184,7 @@ class Run:
         self.lost = ""  # why cases are lacking although the chain came to its end
         self.resumed: list[Resumed] = []
         self.finished: set[str] = set()  # cases that a resumed run brought whole
+        self.timed_otherwise: dict[str, str] = {}  # by case, how timed kernels differ from those of gate launch
         self.kept_gates: dict[GateName, Gate] = {}  # those that it passed
         self.gate_began = 0.0  # on the clock of time.monotonic()
         self.holds_gpu = False  # whether the gate under way does, and so costs

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..judge.roofline import fewest_seconds
+from ..measure.launches import timed_otherwise
 from ..processes import TaskResult
-from ..records.evidence import CaseRecord, RankRounds, Rounds, Settings, TimeKind, rates_of
+from ..records.evidence import CaseRecord, Launch, RankRounds, Rounds, Settings, TimeKind, rates_of
 from ..text import counted
 from .resume import has_cell, is_wide
 from .run import Outcome, Run, failed, first_of, no_timing, passed
@@ -127,6 +128,7 @@ def _sum_up(run: Run) -> Outcome:
     if problems:
         details = [*problems[:_SHOWN_PROBLEMS], *notes]
         return failed(first_of(problems), details=details)
+    notes += run.timed_otherwise.values()
     rounds = counted(run.settings.processes * run.settings.rounds, "round")
     processes, times = counted(run.settings.processes, "process"), ", ".join(run.settings.times)
     summary = f"{counted(len(run.served), 'case')}, {rounds} each in {processes}: {times} time{run.not_served_note}"
@@ -220,6 +222,9 @@ def add_measured(run: Run, case: dict[str, Any], process: int) -> None:
         told = {key: value for key, value in arm.items() if key not in (*of_launch, "rates")}
         changes = {key: value for key, value in told.items() if value is not None}
         old = known.get(arm["name"])
+        timed = [Launch.model_validate(launch) for launch in arm.get("launches", ())]
+        if old is not None and old.role == "subject" and timed and (unlike := timed_otherwise(old.launches, timed)):
+            run.timed_otherwise[case["name"]] = f"{case['name']}: {unlike[0]}"
         if old is not None and _WORST.index(old.status) > _WORST.index(arm["status"]):
             changes |= {"status": old.status, "reason": old.reason}
         elif arm["status"] == "failed":

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from ...errors import ProofError
-from ..records.evidence import Accuracy, OutputAccuracy, TimeKind
+from ..records.evidence import Accuracy, Launch, OutputAccuracy, TimeKind
 from ..subject.loading import load_entry
 from ..subject.operator import Baseline, Inputs, Operator, Part, part_of
 from ..subject.outputs import Answer, Call, copied, names_of, not_formed, parts, sizes_of
@@ -77,6 +77,7 @@ class Arm:
     follows: bool = True  # its answers follow the inputs' values; a baseline may have laid out copies when it was bound
     accuracy: Accuracy | None = None
     peak_bytes: int | None = None
+    timed: dict[tuple[str, int, int], Launch] = field(default_factory=dict)  # by name, registers and shared memory
     lost: dict[TimeKind, str] = field(default_factory=dict)  # kind of time -> why it could not be taken
     part: Part | None = None  # of the whole answer, that this rank gives
 

@@ -341,6 +341,18 @@ def graph_problems(eager: Sequence[Launch], graph: Sequence[Launch]) -> list[str
     ]
 
 
+def timed_otherwise(launched: Sequence[Launch], timed: Sequence[Launch]) -> list[str]:
+    """Return how the kernels of timed calls differ from those that gate launch saw; grids may follow the values."""
+    unseen = sorted({launch.name for launch in timed} - {launch.name for launch in launched})
+    return [
+        *(f"kernel {name} was timed, and gate launch saw none" for name in unseen),
+        *(
+            f"kernel {name} was timed as another binary: {in_bench}, and {before} in gate launch"
+            for name, before, in_bench in _other_binaries(launched, timed)
+        ),
+    ]
+
+
 def _other_binaries(one: Sequence[Launch], other: Sequence[Launch]) -> list[tuple[str, str, str]]:
     """Return the kernels that need other registers or shared memory in ``other``: its name, and both."""
     first, second = _resources(one), _resources(other)

@@ -357,6 +357,7 @@ def _arm_record(arm: Arm, *, timed: bool) -> evidence.Arm:
         status=status,
         reason=reason,
         version=arm.loaded.version,
+        launches=[*arm.timed.values()],
         accuracy=arm.accuracy,
         peak_bytes=arm.peak_bytes,
     )

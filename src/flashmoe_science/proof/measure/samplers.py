@@ -203,6 +203,8 @@ class KernelSampler:
         problem = lost_kernels([trace for traces in rounds for trace in traces])
         if problem:
             raise WrongAnswerError(problem)
+        for launch in (launch for traces in rounds for trace in traces for launch in trace.launches()):
+            arm.timed.setdefault((launch.name, launch.registers, launch.shared_memory_bytes), launch)
         calls = 1 if self._cold else self._calls[arm.name]
         return [statistics.median(trace.device_seconds() for trace in traces) / calls for traces in rounds]
 
