@@ -7,8 +7,9 @@ The name must not hold "flash": transformers takes such names for builds of flas
 the name in models that list others.
 
 Causal masks and sliding windows are options of the kernel, so no mask is made for a batch without padding; padding and
-every other pattern come as a bias. Softcap and sinks go to the kernel. A single query a sequence takes the kernel that
-decodes, which reads the keys once for all query heads that share them.
+every other pattern come as a bias. Packed documents go to the packed function, by their lengths. Softcap and sinks go
+to the kernel. A single query a sequence takes the kernel that decodes, which reads the keys once for all query heads
+that share them.
 
 Source: transformers 5, integrations/sdpa_attention.py and masking_utils.py, for what is asked of an implementation.
 """
@@ -16,6 +17,7 @@ Source: transformers 5, integrations/sdpa_attention.py and masking_utils.py, for
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +35,6 @@ from .arguments import (
     blame,
     call_by_names,
     check_attended,
-    check_count,
     check_dropout,
     check_kinds,
     check_mask,
@@ -42,14 +43,24 @@ from .arguments import (
     check_per_head,
     check_scale,
     check_softcap,
-    check_starts,
 )
 from .transformers_masks import is_all_seen, is_prefix_mask, make_mask, make_no_mask
+from .transformers_packing import (
+    LENGTHS,
+    PackedMask,
+    are_given,
+    check_lengths,
+    check_packing,
+    lengths_of_positions,
+    positions_of,
+    refuse_leaks,
+    rest_of_mask,
+    restarts,
+)
 
 if TYPE_CHECKING:
     from ..distributed import ContextParallel, PackedPlan
 
-_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 # Keywords that models hand on to every layer, and that say nothing of what attention computes.
 _IGNORED = frozenset(
     {
@@ -65,7 +76,7 @@ _IGNORED = frozenset(
         "logits_to_keep",
     }
 )
-_UNDERSTOOD = frozenset({*_LENGTHS, "position_bias", "output_attentions", "cache", "seq_idx"})
+_UNDERSTOOD = frozenset({*LENGTHS, "position_bias", "output_attentions", "cache", "seq_idx"})
 _NOT_GIVEN: Any = object()
 _NAMES = {
     "q": "query",
@@ -127,16 +138,6 @@ def _check_name(name: Any) -> None:
         )
 
 
-def _restarts(position_ids: Any) -> bool:
-    """Whether positions fall somewhere, as those of packed documents do. All layers ask for the same tensor."""
-    if not isinstance(position_ids, Tensor):
-        return False
-    known = position_ids.__dict__
-    if "flashmoe_restarts" not in known:  # on a GPU it has to be waited for, once a call of the model
-        known["flashmoe_restarts"] = bool((position_ids.diff() < 0).any())
-    return bool(known["flashmoe_restarts"])
-
-
 def attend_in_parallel(
     context_parallel: ContextParallel,
     module: torch.nn.Module,
@@ -173,7 +174,7 @@ def attend_in_parallel(
         "window": (window - 1, -1 if causal else window - 1) if window else (-1, -1),
     }  # fmt: skip
     if context_parallel_plan is None:
-        if _restarts(others.get("position_ids")):
+        if restarts(others.get("position_ids"), module):
             raise UnsupportedError(
                 "position_ids restart: packed documents need a plan",
                 hint="hand over context_parallel_plan=context_parallel.plan(lengths)",
@@ -222,7 +223,8 @@ def attend(
         kernel: as in ``flash_attention``.
         **others: ``position_bias``, which expands to ``[B, H, Sq, Sk]``, is added to the scores; lengths of packed
             sequences (``cu_seq_lens_q``, ...) are those of transformers' FlashAttention, and come together. With a
-            mask too, they must hide no key that it shows. What is known not to concern attention is ignored.
+            mask too, they must hide no key that it shows. Without either, ``position_ids`` ``[B or 1, S]`` that restart
+            start sequences of causal queries. What is known not to concern attention is ignored.
 
     Returns:
         ``[B, Sq, H, DV]``, and None for the weights.
@@ -230,7 +232,8 @@ def attend(
     Raises:
         InputError: an argument breaks the contract above.
         UnsupportedError: weights (``output_attentions``) or a paged cache are asked for; a keyword is not known; None
-            as a mask may mean two things; the model is known to go wrong, or branches on the name of its
+            as a mask may mean two things; ``position_ids`` restart where a mask that was made without them shows one
+            document the one before it; the model is known to go wrong, or branches on the name of its
             implementation; no kernel serves this call.
     """
     options: dict[str, Any]
@@ -256,22 +259,34 @@ def attend(
             _check_own_window(module, key)
     if attention_mask is None and is_causal is None and not is_known:
         _check_says_causal(module, query, others)
-    check_kinds(
-        query=query, key=key, value=value, attention_mask=attention_mask, position_bias=position_bias, s_aux=s_aux
-    )
+    plain_mask = None if isinstance(attention_mask, PackedMask) else attention_mask
+    check_kinds(query=query, key=key, value=value, attention_mask=plain_mask, position_bias=position_bias, s_aux=s_aux)
     _check_options(dropout, scaling, sliding_window, softcap, is_causal, kernel)
     if isinstance(position_bias, Tensor) and not position_bias.dtype.is_floating_point:
         check_numbers("position_bias", position_bias, ("query", query))  # added to a mask, it would be one of numbers
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     options = {"softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux, "kernel": kernel}
-    packed = others if _is_packed(others) else None
-    _check_packing(query, attention_mask, others, is_packed=packed is not None)
+    packed = {name: others[name] for name in LENGTHS} if are_given(others) else None
+    check_packing(query, attention_mask, others, is_packed=packed is not None)
+    documents = functools.partial(_find_documents, module, positions_of(attention_mask, others))
     try:
-        o = _attend(query, key, value, attention_mask, position_bias, dropout, sliding_window, causal, options, packed)
+        o = _attend(
+            query,
+            key,
+            value,
+            attention_mask,
+            position_bias,
+            dropout,
+            sliding_window,
+            causal,
+            options,
+            packed,
+            documents,
+        )
     except Exception:
-        blame(_check_tensors, query, key, value, attention_mask, s_aux, position_bias)
+        blame(_check_tensors, query, key, value, plain_mask, s_aux, position_bias)
         if packed:
-            blame(_check_lengths, query, packed)
+            blame(check_lengths, query, packed)
         raise
     return o, None
 
@@ -279,7 +294,7 @@ def attend(
 def _refuse_beside_blocks(others: dict[str, Any], dropout: float) -> None:
     """Raise ``UnsupportedError`` for what ``flash_attention`` does not serve beside a ``BlockMask``."""
     asked = {"position_bias": others.get("position_bias") is not None, "dropout": bool(dropout)}
-    asked |= {name: others.get(name) is not None for name in _LENGTHS}
+    asked |= {name: others.get(name) is not None for name in LENGTHS}
     for name, is_asked in asked.items():
         if is_asked:
             raise UnsupportedError(f"{name} is not served beside a BlockMask", hint="hand over a mask [B, 1, Sq, Sk]")
@@ -296,11 +311,18 @@ def _attend(
     causal: bool,
     options: dict[str, Any],
     packed: dict[str, Any] | None,
+    find_documents: Callable[..., dict[str, Any] | None],
 ) -> Tensor:
     """Return the output, rows in the order of tokens."""
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
     if value.shape[2] != seqlen_k:  # causal, both are cut to the queries
         raise InputError(f"value must have as many keys as key, {seqlen_k}, got {value.shape[2]}")
+    if isinstance(attention_mask, PackedMask):
+        documents = None if position_bias is not None else attention_mask.documents(query, key, packed)
+        if documents is not None:
+            rules = {"window": attention_mask.window, "causal": True}
+            return _attend_packed(query, key, value, {**options, **rules, "dropout_p": dropout}, documents)
+        attention_mask = attention_mask.dense()
     if is_all_seen(attention_mask):
         attention_mask, causal, sliding_window = None, False, None
     if attention_mask is not None and causal and is_prefix_mask(attention_mask, seqlen_q, seqlen_k):
@@ -315,9 +337,11 @@ def _attend(
     if packed:
         rules["causal"] = causal
         shape = (*query.shape[:3], seqlen_k)
-        attention_mask, rules = _rest_of_mask(shape, query, attention_mask, position_bias, rules, packed)
+        attention_mask, rules = rest_of_mask(shape, query, attention_mask, position_bias, rules, packed)
         if attention_mask is None:
             return _attend_packed(query, key, value, {**options, **rules, "dropout_p": dropout}, packed)
+    elif rules["causal"] and (documents := find_documents(query, key, attention_mask, position_bias)) is not None:
+        return _attend_packed(query, key, value, {**options, **rules, "dropout_p": dropout}, documents)
     elif attention_mask is None and rules["causal"] and seqlen_q != seqlen_k:
         raise UnsupportedError(
             f"attention_mask None is not served for {seqlen_q} causal queries and {seqlen_k} keys: it does not say "
@@ -325,8 +349,21 @@ def _attend(
             hint="hand over a mask [B, 1, Sq, Sk]",
         )
     if attention_mask is None:
-        options.update(rules)
-    shape = (*query.shape[:3], seqlen_k)
+        options = {**options, **rules}
+    return _attend_rows(query, key, value, attention_mask, position_bias, dropout, options)
+
+
+def _attend_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    position_bias: Tensor | None,
+    dropout: float,
+    options: dict[str, Any],
+) -> Tensor:
+    """Attend every row of a batch by itself, with what is added to the scores."""
+    shape = (*query.shape[:3], key.shape[2])
     bias = None if attention_mask is None else as_bias("attention_mask", attention_mask, shape, query.dtype)
     if position_bias is not None:
         position_bias = as_bias("position_bias", position_bias, shape, query.dtype)
@@ -340,6 +377,25 @@ def _attend(
     else:
         o = call_by_names(flash_attention, _NAMES, query, key, value, bias=bias, dropout_p=dropout, **options)
     return o.transpose(1, 2).contiguous()
+
+
+def _find_documents(
+    module: torch.nn.Module, positions: Any, query: Tensor, key: Tensor, mask: Tensor | None, position_bias: Any
+) -> dict[str, Any] | None:
+    """Return the lengths of documents that only positions tell of, as with a cache, of causal queries.
+
+    Raises:
+        UnsupportedError: no kernel keeps them apart.
+    """
+    if mask is not None:
+        refuse_leaks(mask, positions, query.shape[2])
+        return None
+    if query.shape[2] != key.shape[2]:
+        return None
+    documents = lengths_of_positions(positions, id(module), query.shape[0], query.shape[2], query.device)
+    if documents is not None and position_bias is not None:
+        raise UnsupportedError("position_ids that restart need use_cache=False beside a position_bias")
+    return documents
 
 
 def _check_tensors(query: Any, key: Any, value: Any, attention_mask: Any, s_aux: Any, position_bias: Any) -> None:
@@ -374,23 +430,6 @@ def _decodes(query: Tensor, key: Tensor, value: Tensor, *others: Tensor | None) 
     )
 
 
-def _is_packed(others: dict[str, Any]) -> bool:
-    """Whether lengths of packed sequences are given, and then all of them. Raises ``InputError``."""
-    packed = [name for name in ("cu_seq_lens_q", "cu_seq_lens_k") if others.get(name) is not None]
-    if not packed:
-        return False
-    for name in _LENGTHS:
-        if others.get(name) is None:
-            raise InputError(f"{name} must be given with {packed[0]}, got None")
-    return True
-
-
-def _check_lengths(query: Tensor, lengths: dict[str, Any]) -> None:
-    check_starts(("query", query), {name: lengths[name] for name in _LENGTHS[:2]})
-    for name in _LENGTHS[2:]:
-        check_count(name, lengths[name])
-
-
 def _check_keywords(others: dict[str, Any]) -> None:
     for name, value in others.items():
         if value is not None and name not in _UNDERSTOOD and name not in _IGNORED:
@@ -423,133 +462,15 @@ def _check_says_causal(module: torch.nn.Module, query: Tensor, others: dict[str,
         )
 
 
-def _check_packing(query: Tensor, mask: Any, others: dict[str, Any], *, is_packed: bool) -> None:
-    """Raise where ``position_ids`` or ``seq_idx`` start a sequence that nothing else starts, as far as a CPU knows."""
-    seq_idx = others.get("seq_idx")
-    if not (is_packed or seq_idx is not None) or torch.compiler.is_compiling():
-        return
-    starts = others["cu_seq_lens_q"] if is_packed else None
-    for name, step in (("position_ids", 1), ("seq_idx", 0)):
-        ids = others.get(name)
-        if not isinstance(ids, Tensor) or ids.shape != (1, query.shape[2]):
-            continue
-        if is_packed and not (ids.is_cpu and isinstance(starts, Tensor) and starts.is_cpu):
-            continue  # all layers would wait for a GPU
-        changes = {0, ids.shape[1], *((ids[0].diff() != step).nonzero()[:, 0] + 1).tolist()}
-        if starts is not None and not changes <= set(starts.tolist()):
-            raise InputError(
-                f"cu_seq_lens_q must start a sequence wherever {name} does, at {sorted(changes)[:-1]}, "
-                f"got {starts.tolist()}"
-            )
-        if name == "seq_idx" and starts is None and mask is None and len(changes) > 2:
-            raise UnsupportedError(
-                "seq_idx alone does not keep sequences apart",
-                hint="hand over position_ids that restart, and use_cache=False; or cu_seq_lens_q and its like",
-            )
-
-
-def _rest_of_mask(
-    shape: tuple[int, ...],
-    query: Tensor,
-    mask: Tensor | None,
-    position_bias: Tensor | None,
-    rules: dict[str, Any],
-    lengths: dict[str, Any],
-) -> tuple[Tensor | None, dict[str, Any]]:
-    """Return what hides keys beside lengths of packed sequences: a mask, which then knows of these, and the rules.
-
-    Where a mask hides just what the rules do, or nothing, none is left. With a mask the rules are void, as always.
-    The answer is kept with the mask, as all layers ask the same and on a GPU it has to be waited for.
-
-    Raises:
-        InputError: the mask keeps other sequences apart than the lengths do.
-    """
-    if query.shape[0] != 1 or position_bias is not None:
-        raise UnsupportedError("packed sequences (cu_seq_lens_q) need a batch of one and no position_bias")
-    if mask is None:
-        return None, rules
-    if torch.compiler.is_compiling():
-        raise UnsupportedError(
-            "cu_seq_lens_q and a mask are not compared while a model is compiled",
-            hint="hand over one of them: without position_ids, or with a cache, transformers makes no mask",
-        )
-    _check_tensors(query, query, query, mask, None, None)
-    _check_lengths(query, lengths)
-    starts = [lengths[name] for name in _LENGTHS[:2]]
-    question = (_version(mask), *((id(tensor), _version(tensor)) for tensor in starts), *rules.values())
-    answers = mask.__dict__.setdefault("flashmoe_packed", {})
-    if question not in answers:
-        whole = _expanded("attention_mask", mask, shape)
-        answers[question] = (_compare_with_mask(whole, *starts, **rules), starts)  # starts stay, so that ids do
-    rest: tuple[Tensor | None, dict[str, Any]] = answers[question][0]
-    return rest
-
-
-def _version(tensor: Tensor) -> int:
-    """Return how often a tensor was written to, as far as torch counts it."""
-    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001  torch has no public name for it
-
-
-def _expanded(name: str, mask: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return a mask with all rows and columns. Raises ``InputError``."""
-    heads = mask.shape[1] if mask.dim() > 3 else 1
-    as_bias(name, mask, shape, torch.float32)
-    return mask.expand(shape[0], heads, *shape[2:])
-
-
-def _compare_with_mask(
-    mask: Tensor, starts_q: Tensor, starts_k: Tensor, window: tuple[int, int], causal: bool
-) -> tuple[Tensor | None, dict[str, Any]]:
-    """Return what ``_rest_of_mask`` does of a mask ``[1, H or 1, Sq, Sk]``."""
-    rows, columns = (torch.arange(size, device=mask.device) for size in mask.shape[-2:])
-    of_row, of_column = (
-        torch.bucketize(places, starts[1:].long(), right=True)
-        for places, starts in ((rows, starts_q), (columns, starts_k))
-    )
-    # Places are counted from the end of a sequence, where queries and keys meet.
-    last = starts_q.shape[0] - 1
-    row_ends, column_ends = (
-        places - starts.long()[(own + 1).clamp(max=last)]
-        for places, starts, own in ((rows, starts_q, of_row), (columns, starts_k, of_column))
-    )
-    ahead = column_ends[None] - row_ends[:, None]
-    apart = (of_row[:, None] != of_column[None]) | (of_row >= last)[:, None]
-    left, right = window[0], 0 if causal else window[1]
-    ruled = ~apart
-    if left >= 0:
-        ruled &= ahead >= -left
-    if right >= 0:
-        ruled &= ahead <= right
-
-    is_bool = mask.dtype == torch.bool
-    seen = mask if is_bool else mask > torch.finfo(mask.dtype).min / 2
-    is_plain = is_bool or bool((mask == 0)[seen].all())
-    # What is the same along every diagonal, such as a window, knows of no sequences.
-    is_band = is_plain and bool((seen[..., 1:, 1:] == seen[..., :-1, :-1]).all())
-    if not is_band and bool((seen & apart).any()):
-        raise InputError(
-            "cu_seq_lens_q must agree with attention_mask, which position_ids that restart make too, got lengths that "
-            "hide keys which the mask shows"
-        )
-    rules = {"window": window, "causal": causal}
-    free = {"window": (-1, -1), "causal": False}
-    for visible, rest in ((ruled, rules), (~apart, free)):
-        if is_plain and bool(((seen & ~apart) == visible).all()):
-            return None, rest
-    return mask.masked_fill(apart, False if is_bool else -torch.inf), free
-
-
 def _attend_packed(
     query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any], lengths: dict[str, Any]
 ) -> Tensor:
-    """Attend one row of packed sequences, ``[1, H, T, D]``."""
+    """Attend packed sequences, ``[B, H, S, D]`` with the tokens of all rows one after another."""
     o: Tensor = call_by_names(
         flash_attention_varlen,
         _NAMES,
-        query.squeeze(0).transpose(0, 1),
-        key.squeeze(0).transpose(0, 1),
-        value.squeeze(0).transpose(0, 1),
-        *(lengths[name] for name in _LENGTHS),
+        *(tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)),
+        *(lengths[name] for name in LENGTHS),
         **options,
     )
-    return o[None]
+    return o.view(query.shape[0], query.shape[2], *o.shape[1:])

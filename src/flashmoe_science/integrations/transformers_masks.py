@@ -10,25 +10,42 @@ from torch import Tensor
 from ..errors import UnsupportedError
 from . import transformers_models
 from .arguments import as_bias
+from .transformers_packing import pack_mask, positions_of_caller, remember
 
 _PREFIX = "flashmoe_prefix"  # of a mask: causal from the first key on, and a window that the layer hands over
+_SIZES = ("batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "mask_function", "attention_mask")
 _ALL = "flashmoe_all"  # of a mask: it hides nothing
 
 
 def make_mask(*arguments: Any, local_size: int | None = None, **options: Any) -> Tensor | None:
-    """Return what is added to the scores, ``[B, 1, Sq, Sk]``, or None where causal, window and lengths say it all.
+    """Return what is added to the scores, ``[B, 1, Sq, Sk]``, or None where causal and window say it all.
 
-    A mask that hides nothing says so of itself: of None, a layer would say whether it is causal.
+    A mask that hides nothing says so of itself: of None, a layer would say whether it is causal. That of packed
+    documents is a ``PackedMask`` where it may be, which has no elements until they are asked for.
 
     The arguments are those of ``transformers.masking_utils.sdpa_mask``.
 
     Raises:
         UnsupportedError: models of this type are known to go wrong.
     """
+    skipped = transformers_models.skips(options.get("config"))
+    named = {**dict(zip(_SIZES, arguments, strict=False)), **options, "positions": positions_of_caller()}
+
+    def make(**changes: Any) -> Any:
+        mask = _make_mask(skipped, *arguments, local_size=local_size, **{**options, **changes})
+        return mask if mask is None or is_all_seen(mask) else remember(mask, named)
+
+    packed = pack_mask(make, named)
+    return make() if packed is None else packed
+
+
+def _make_mask(
+    skipped: tuple[str, ...], *arguments: Any, local_size: int | None = None, **options: Any
+) -> Tensor | None:
+    """Return what ``make_mask`` does, with all elements."""
     from transformers.masking_utils import eager_mask, sdpa_mask
 
     config = options.get("config")
-    skipped = transformers_models.skips(config)
     if "causal" not in skipped:  # nobody knows what a layer makes of None
         made: Tensor | None = eager_mask(*arguments, local_size=local_size, **options)
         return _all_seen(*arguments, **options) if made is None else made
@@ -73,7 +90,7 @@ def make_no_mask(*arguments: Any, local_size: int | None = None, **options: Any)
 
 def _looks_ahead(*sizes: Any, mask_function: Any = None, device: Any = None, **options: Any) -> bool:
     """Whether a token sees the one behind it, as those of images do. A GPU is waited for."""
-    named = {**dict(zip(("batch_size", "q_length"), sizes, strict=False)), **options}
+    named = {**dict(zip(_SIZES, sizes, strict=False)), **options}
     if mask_function is None:
         return False
     rows = torch.arange(int(named["q_length"]) - 1, device=device)[None]
@@ -83,14 +100,14 @@ def _looks_ahead(*sizes: Any, mask_function: Any = None, device: Any = None, **o
 
 def _is_prefix(*sizes: Any, **options: Any) -> bool:
     """Whether a mask that is None means that row i sees the first i + 1 keys of more."""
-    named = {**dict(zip(("batch_size", "q_length", "kv_length"), sizes, strict=False)), **options}
+    named = {**dict(zip(_SIZES, sizes, strict=False)), **options}
     is_causal = bool(named.get("allow_is_causal_skip", True)) and not named.get("allow_is_bidirectional_skip")
     return is_causal and named["q_length"] > 1 and named["q_length"] != named["kv_length"]
 
 
 def _all_seen(*sizes: Any, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> Tensor:
     """Return a mask that hides nothing, and takes no memory."""
-    named = {**dict(zip(("batch_size", "q_length", "kv_length"), sizes, strict=False)), **options}
+    named = {**dict(zip(_SIZES, sizes, strict=False)), **options}
     shape = (named["batch_size"], 1, named["q_length"], named["kv_length"])
     mask = torch.zeros((), dtype=dtype or torch.float32, device=device).expand(shape)
     setattr(mask, _ALL, True)
