@@ -510,3 +510,17 @@ def test_gradients_are_written_where_the_caller_asks_for_them():
     for gradient, exact in zip((dq, dk, dv), expected, strict=True):
         assert torch.equal(gradient, exact)
     assert both.isnan().sum() == both.numel() // 2  # nothing else was written
+
+
+def test_gradients_are_written_and_added_in_one_graph():
+    q, k, v = leaves((1, 4, 9, 8), (1, 2, 9, 8), (1, 2, 9, 8))
+    o, lse = flash_attention(q, k, v, causal=True, return_lse=True)
+    saved = [x.detach() for x in (q, k, v, o, lse, torch.randn_like(o))]
+    dq, sums = torch.zeros_like(saved[0]), (torch.zeros_like(saved[1]), torch.ones_like(saved[2]))
+
+    def call() -> tuple[torch.Tensor, ...]:
+        return flash_attention_backward(*saved, causal=True, out={"q": dq}, accumulate_into=sums)
+
+    torch.compile(call, backend="eager", fullgraph=True)()
+    for gradient, exact in zip((dq, sums[0], sums[1] - 1), flash_attention_backward(*saved, causal=True), strict=True):
+        torch.testing.assert_close(gradient, exact)

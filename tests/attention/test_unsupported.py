@@ -263,7 +263,9 @@ def test_tangents_are_not_lost():
         ({"out": {"q": torch.zeros(2, 4, 5, 8).half()}}, "out's q must be float32, got torch.float16"),
         ({"out": {"q": torch.zeros(2, 4, 5, 9)}}, r"out's q must have shape \[that of q\] = \[2, 4, 5, 8\], got"),
         ({"out": {"q": "o"}}, "out's q must not share memory with o: it is written in place"),
-        ({"out": dict.fromkeys("kv", torch.zeros(2, 2, 7, 8))}, "out's k and v must not share memory"),
+        ({"out": dict.fromkeys("kv", torch.zeros(2, 2, 7, 8))}, "out's v must not share memory with out's k"),
+        ({"out": "sums"}, "out's q must not share memory with accumulate_into's dk"),
+        ({"wanted": [["q"]]}, r"wanted must be names among q, k, v, sinks, bias, got \[\['q'\]\]"),
         ({"accumulate_into": torch.zeros(2)}, r"accumulate_into must be two tensors \(dk, dv\) or None, got"),
         ({"accumulate_into": (torch.zeros(2, 2, 7, 8), None)}, "accumulate_into's dv must be a torch.Tensor"),
         (
@@ -295,6 +297,10 @@ def test_a_backward_call_is_refused(change, message):
     change = {name: torch._neg_view(given[name]) if what == "neg" else what for name, what in change.items()}
     if change.get("out") == {"q": "o"}:
         change["out"] = {"q": o}
+    if change.get("out") == "sums":  # of as many heads as q
+        given["k"] = given["v"] = q.clone()
+        shared = torch.zeros_like(q)
+        change = {"out": {"q": shared}, "accumulate_into": (shared, torch.zeros_like(q))}
     with pytest.raises(InputError, match=message):
         flash_attention_backward(**{**given, **change})
 

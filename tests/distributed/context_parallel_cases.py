@@ -237,6 +237,9 @@ def all_cases(rank: int, ranks: int) -> dict[str, Any]:
                 found[f"heads, 2 groups, packed, {name}"] = packed(grouped, PACKED[name], LENGTHS, Sizes(16, 8))
         found[f"{strategy}, later plans"] = {"x": [0.0, copies_and_compares_nothing(cp)]}
         if strategy == "gather":
+            for lengths in ((TOKENS,), (3 * ranks, 2 * ranks, 3 * ranks), (5, 2, 5, 5, 31, 13, 3)):
+                for name in ("causal", "full"):  # of some, a rank needs all keys that come
+                    found[f"gather, packed {lengths}, {name}"] = packed(cp, FIXED[name], lengths, Sizes(6, 3))
             batches = (8, *(1,) * 40), (TOKENS,)  # one of a few tokens is split, and one of all
             often = [keys_travel(cp, lengths, counted=counted) for counted in (False, True) for lengths in batches]
             found["gather, keys travel"] = {"x": [0.0, often == [1, 2, 1, 2]]}

@@ -148,8 +148,9 @@ class DocumentsRecipe:
                 begin += end - start
             if number:
                 torch._foreach_add_(places, added)
-            else:
-                torch._foreach_copy_(places, added)
+                continue
+            torch._foreach_copy_(places, added)
+            if self.calls.gaps:  # torch refuses to set nothing to 0
                 torch._foreach_zero_([place(gap) for gap in self.calls.gaps])
 
 

@@ -184,7 +184,8 @@ def _hopper_call(plan: BackwardPlan, device: torch.device) -> Call:
 def _given_or_allocated(name: str, tensors: Tensors) -> Tensor:
     """Return where a gradient is written: where the caller asks for it, if kernels can write there."""
     given = tensors.get(f"out_{name}")
-    return given if given is not None and given.is_contiguous() else _allocate(name, tensors[name])
+    fits = given is not None and given.is_contiguous() and given.data_ptr() % 16 == 0  # as TMA asks for
+    return given if given is not None and fits else _allocate(name, tensors[name])
 
 
 def _made_by_hopper(problem: BackwardProblem) -> tuple[str, ...]:
