@@ -41,8 +41,16 @@ def test_a_wheel_that_is_another_file_is_refused(tool, tmp_path, monkeypatch):
         with zipfile.ZipFile(tmp_path / f"{name.replace('-', '_')}-{version}-py3-none-any.whl", "w") as archive:
             archive.writestr("code.py", "")
     with pytest.raises(SystemExit, match="is not the file that was tried"):
-        tool.fetch(tmp_path)
+        tool.fetch(tmp_path, tool.WHEELS)
     assert not list(tmp_path.rglob("code.py"))
+
+
+def test_only_what_is_asked_for_is_looked_for(tool, tmp_path, monkeypatch):
+    monkeypatch.setattr(tool, "FOLDER", tmp_path / "trials")
+    tool.fetch(tmp_path / "nothing", ())
+    assert not list((tmp_path / "trials" / "fetched").iterdir())
+    known = {*tool.WHEELS, tool.TUTORIAL[0]}
+    assert {source for trial in tool.TRIALS.values() for source in trial.sources} == known
 
 
 def test_a_tutorial_that_is_another_file_is_refused(tool, tmp_path, monkeypatch):
@@ -50,5 +58,5 @@ def test_a_tutorial_that_is_another_file_is_refused(tool, tmp_path, monkeypatch)
     monkeypatch.setattr(tool, "WHEELS", {})
     (tmp_path / tool.TUTORIAL[0]).write_text("")
     with pytest.raises(SystemExit, match=r"06-fused-attention.py is not the file that was tried"):
-        tool.fetch(tmp_path)
+        tool.fetch(tmp_path, [tool.TUTORIAL[0]])
     assert not list((tmp_path / "trials" / "fetched").iterdir())
