@@ -119,6 +119,11 @@ CHANGES: dict[str, dict[str, Any]] = {
         "num_buckets": 2,
     },
     "xmod": {"default_language": "en_XX"},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "index_block_size": 4,
+        "index_topk_blocks": 2,
+    },
     "phimoe": {"sliding_window": WINDOW},
 }
 

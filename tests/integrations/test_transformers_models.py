@@ -28,11 +28,6 @@ from . import models
 
 ROOT = Path(__file__).parents[2]
 attend: Any = integration.attend  # is called with tensors and options that tests put together
-LATENT: dict[str, Any] = {
-    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-    "v_head_dim": 8, "index_topk": 4, "index_head_dim": 8, "index_n_heads": 2, "n_routed_experts": 4,
-    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16, "num_hidden_layers": 2,
-}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +61,7 @@ def tensors(rows: int = 5, keys: int = 5) -> tuple[torch.Tensor, ...]:
     return torch.randn(1, 2, rows, 8), torch.randn(1, 2, keys, 8), torch.randn(1, 2, keys, 8)
 
 
-@pytest.mark.parametrize("name", ["indices", "block_indices", "sinks", "head_mask", "anything"])
+@pytest.mark.parametrize("name", ["sinks", "head_mask", "topk_indices", "anything"])
 def test_keywords_that_are_not_understood_raise_by_name(name):
     options = {name: torch.zeros(1)}
     with pytest.raises(
@@ -79,13 +74,6 @@ def test_keywords_that_are_not_understood_raise_by_name(name):
 def test_what_does_not_concern_attention_may_be_handed_over():
     given = {"use_cache": True, "position_ids": torch.arange(5)[None], "output_router_logits": False}
     attend(torch.nn.Module(), *tensors(), None, **given)
-
-
-@pytest.mark.parametrize("kind", ["DeepseekV32Config", "GlmMoeDsaConfig"])
-def test_sparse_models_are_refused(kind):
-    model = make(kind, "moe_science", **LATENT)
-    with pytest.raises(UnsupportedError, match="is not served: indices is not understood"):
-        model(torch.randint(5, 60, (1, 9)))
 
 
 @pytest.mark.parametrize("kind", ["BloomConfig", "XGLMConfig"])
@@ -473,6 +461,28 @@ def test_the_sweep_judges(sweep, entry, status):
         assert "refused" in table["a"]
     else:
         assert "a" not in table
+
+
+def test_the_sweep_keeps_the_fewest_masks_with_the_best_verdicts(sweep, monkeypatch):
+    """More masks are tried where something is refused, and not kept where they change nothing."""
+    right = {"prompt": "right", "flattening": "refused"}
+    verdicts: dict[tuple[str, ...], dict[str, str]] = {
+        ("causal", "window"): {**right, "prompt": "wrong"}, ("causal",): right, (): right,
+    }  # fmt: skip
+    monkeypatch.setattr(transformers_models, "MODELS", transformers_models.MODELS)
+    tried: list[tuple[str, ...]] = []
+
+    def judge_all(mode: str) -> dict[str, Any]:
+        table: Any = transformers_models.MODELS
+        tried.append(table.skips)
+        return {"verdict": verdicts[table.skips][mode]}
+
+    monkeypatch.setattr(sweep, "compare", judge_all)
+    entry: dict[str, Any] = {"calls": {"window": True}}
+    sweep.try_masks(entry, ["prompt", "flattening"], ())
+    assert entry["skips"] == ["causal"]
+    assert {mode: value["verdict"] for mode, value in entry["modes"].items()} == right
+    assert set(tried) == set(verdicts)
 
 
 def test_two_versions_have_one_table(sweep, monkeypatch):

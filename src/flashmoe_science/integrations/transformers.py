@@ -57,6 +57,7 @@ from .transformers_packing import (
     rest_of_mask,
     restarts,
 )
+from .transformers_sparse import with_chosen_keys
 
 if TYPE_CHECKING:
     from ..distributed import ContextParallel, PackedPlan
@@ -224,7 +225,8 @@ def attend(
         **others: ``position_bias``, which expands to ``[B, H, Sq, Sk]``, is added to the scores; lengths of packed
             sequences (``cu_seq_lens_q``, ...) are those of transformers' FlashAttention, and come together. With a
             mask too, they must hide no key that it shows. Without either, ``position_ids`` ``[B or 1, S]`` that restart
-            start sequences of causal queries. What is known not to concern attention is ignored.
+            start sequences of causal queries. ``indices`` and ``block_indices`` are the keys that a layer chose, as in
+            ``with_chosen_keys``. What is known not to concern attention is ignored.
 
     Returns:
         ``[B, Sq, H, DV]``, and None for the weights.
@@ -238,6 +240,7 @@ def attend(
     """
     options: dict[str, Any]
     is_known = transformers_models.check_layer(module)
+    query, attention_mask = with_chosen_keys(module, query, key, attention_mask, others, dropout=dropout)
     _check_keywords(others)
     check_optional_flag("output_attentions", others.get("output_attentions"))
     for name, is_asked in (
