@@ -302,12 +302,90 @@ def test_padding_and_positions_that_go_on_are_no_documents(name, padded):
     torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("positions", [[0, 1, 7, 8, 9, 10], [0, 1, 2, 2, 2, 3]], ids=str)
-def test_positions_that_are_skipped_or_come_twice_start_no_document(positions):
-    """With a cache, as ever; without one transformers takes them for documents."""
-    both, tokens = (model_of("llama"), model_of("llama", "eager")), torch.randint(5, 60, (1, 6))
-    found, expected = (models.logits(m, tokens, position_ids=torch.tensor([positions])) for m in both)
+SKIP = r"^position_ids skip or repeat, which transformers takes for documents in some calls and not in others"
+RUNS = {
+    "skipped": ([0, 1, 2, 10, 11, 12], (3, 3)),
+    "twice": ([0, 1, 2, 2, 3, 4], (3, 3)),
+    "shared": ([0, 1, 2, 3, 3, 3], (4, 1, 1)),
+    "after a restart": ([0, 1, 0, 5, 6, 7], (2, 1, 3)),
+}
+
+
+@pytest.mark.parametrize("seq_idx", [{}, {"seq_idx": torch.tensor([[0, 0, 0, 1, 1, 1]])}], ids=["", "seq_idx"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("run", RUNS)
+def test_positions_that_skip_or_repeat_have_one_answer(run, name, seq_idx):
+    """Without a cache they start documents, as transformers has it. With a cache or a mask they are refused."""
+    if seq_idx and RUNS[run][1] != (3, 3):
+        seq_idx = {"seq_idx": torch.zeros(1, 6, dtype=torch.long)}
+    (positions, documents), model = RUNS[run], model_of(name)
+    tokens, ids = torch.randint(5, 60, (1, 6)), torch.tensor([positions])
+    found = models.logits(model, tokens, position_ids=ids, use_cache=False, **seq_idx)
+    parts = zip(tokens.split(documents, 1), ids.split(documents, 1), strict=True)
+    eager = model_of(name, "eager")
+    expected = torch.cat([models.logits(eager, part, position_ids=own) for part, own in parts], 1)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    for others in ({"use_cache": True}, {"use_cache": False, "attention_mask": torch.ones_like(tokens)}):
+        with pytest.raises(UnsupportedError, match=SKIP):
+            models.logits(model, tokens, position_ids=ids, **others, **seq_idx)
+
+
+def test_positions_that_skip_in_a_prompt_that_goes_on_are_refused():
+    model, tokens = model_of("llama"), torch.randint(5, 60, (1, 8))
+    for positions, text in (([4, 5, 9, 10], SKIP), ([4, 5, 0, 1], r"^position_ids restart")):
+        cache = model(tokens[:, :4], use_cache=True).past_key_values
+        with pytest.raises(UnsupportedError, match=text):
+            model(tokens[:, 4:], None, torch.tensor([positions]), cache)
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_positions_may_count_padding_between_tokens_and_documents_beside_it_are_refused(counted):
+    seen, tokens = torch.tensor([[1, 1, 1, 0, 0, 1, 1]]), torch.randint(5, 60, (1, 7))
+    positions = torch.arange(7)[None] if counted else (seen.cumsum(-1) - 1).masked_fill(seen == 0, 1)
+    results = [
+        models.logits(model_of("llama", name), tokens, position_ids=positions, attention_mask=seen)[seen.bool()]
+        for name in ("moe_science", "eager")
+    ]
+    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
+    restarted = torch.tensor([[0, 1, 2, 0, 0, 0, 1]])
+    with pytest.raises(UnsupportedError, match=r"^position_ids restart"):
+        models.logits(model_of("llama"), tokens, position_ids=restarted, attention_mask=seen)
+
+
+@pytest.mark.parametrize("cache", [False, True])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt-oss"])
+@pytest.mark.parametrize("inside", [[0, 1, 2, 20, 21], [0, 1, 1, 1, 2]], ids=["skipped", "repeated"])
+def test_lengths_say_where_documents_are(name, cache, inside):
+    """A position that is skipped, or comes twice, inside one of them starts none."""
+    starts, tokens = torch.tensor([0, 4, 9], dtype=torch.int32), torch.randint(5, 60, (1, 9))
+    ids = torch.tensor([[*range(4), *inside]])
+    lengths = dict(zip(LENGTHS, (starts, starts, 5, 5), strict=True))
+    for seq_idx in ({}, {"seq_idx": torch.tensor([[0] * 4 + [1] * 5])}):
+        given = {**lengths, **(seq_idx if name == "llama" else {})}
+        found = models.logits(model_of(name), tokens, position_ids=ids, use_cache=cache, **given)
+        eager, ends = model_of(name, "eager"), (4, 5)
+        parts = zip(tokens.split(ends, 1), ids.split(ends, 1), strict=True)
+        expected = [models.logits(eager, part, position_ids=own, use_cache=True) for part, own in parts]
+        torch.testing.assert_close(found, torch.cat(expected, 1), rtol=1e-4, atol=1e-4)
+
+
+def test_seq_idx_that_nothing_serves_is_refused():
+    """Beside a mask, in a batch of several rows, in a compiled model, and of a wrong shape."""
+    model, tokens = model_of("llama"), torch.randint(5, 60, (2, 6))
+    ids, alone = torch.tensor([[0, 0, 0, 1, 1, 1]] * 2), r"^seq_idx alone does not keep sequences apart"
+    padded = torch.tensor([[1, 1, 1, 1, 1, 0]] * 2)
+    for given in ({}, {"attention_mask": padded}, {"attention_mask": torch.ones(6, 6).tril().bool()[None, None]}):
+        for cache in (False, True):
+            with pytest.raises(UnsupportedError, match=alone):
+                model(tokens, seq_idx=ids, use_cache=cache, **given)
+    apart = torch.block_diag(torch.ones(3, 3), torch.ones(3, 3)).tril().bool()[None, None]
+    model(tokens, seq_idx=ids, attention_mask=apart)
+    with pytest.raises(ValueError, match=r"^seq_idx must be integers \[1 or 2, 6\], got \[2, 5\]"):
+        model(tokens, seq_idx=ids[:, 1:])
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad(), pytest.raises(RuntimeError, match=alone):
+        compiled(tokens, seq_idx=ids, use_cache=True)
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("free", [0, 8])

@@ -51,6 +51,7 @@ from .transformers_packing import (
     are_given,
     check_lengths,
     check_packing,
+    check_sequences,
     lengths_of_positions,
     positions_of,
     refuse_leaks,
@@ -235,8 +236,9 @@ def attend(
         InputError: an argument breaks the contract above.
         UnsupportedError: weights (``output_attentions``) or a paged cache are asked for; a keyword is not known; None
             as a mask may mean two things; ``position_ids`` restart where a mask that was made without them shows one
-            document the one before it; the model is known to go wrong, or branches on the name of its
-            implementation; no kernel serves this call.
+            document the one before it, or skip or repeat where nothing says whether that starts a document;
+            ``seq_idx`` starts a sequence that nothing keeps apart; the model is known to go wrong, or branches on the
+            name of its implementation; no kernel serves this call.
     """
     options: dict[str, Any]
     is_known = transformers_models.check_layer(module)
@@ -270,8 +272,10 @@ def attend(
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     options = {"softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux, "kernel": kernel}
     packed = {name: others[name] for name in LENGTHS} if are_given(others) else None
-    check_packing(query, attention_mask, others, is_packed=packed is not None)
+    if packed:
+        check_packing(query, others)
     documents = functools.partial(_find_documents, module, positions_of(attention_mask, others))
+    check_apart = functools.partial(check_sequences, others.get("seq_idx"), query)
     try:
         o = _attend(
             query,
@@ -285,6 +289,7 @@ def attend(
             options,
             packed,
             documents,
+            check_apart,
         )
     except Exception:
         blame(_check_tensors, query, key, value, plain_mask, s_aux, position_bias)
@@ -315,6 +320,7 @@ def _attend(
     options: dict[str, Any],
     packed: dict[str, Any] | None,
     find_documents: Callable[..., dict[str, Any] | None],
+    check_apart: Callable[..., None],
 ) -> Tensor:
     """Return the output, rows in the order of tokens."""
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
@@ -323,6 +329,7 @@ def _attend(
     if isinstance(attention_mask, PackedMask):
         documents = None if position_bias is not None else attention_mask.documents(query, key, packed)
         if documents is not None:
+            check_apart(seqlen_k, documents[LENGTHS[0]])
             rules = {"window": attention_mask.window, "causal": True}
             return _attend_packed(query, key, value, {**options, **rules, "dropout_p": dropout}, documents)
         attention_mask = attention_mask.dense()
@@ -344,6 +351,7 @@ def _attend(
         if attention_mask is None:
             return _attend_packed(query, key, value, {**options, **rules, "dropout_p": dropout}, packed)
     elif rules["causal"] and (documents := find_documents(query, key, attention_mask, position_bias)) is not None:
+        check_apart(seqlen_k, documents[LENGTHS[0]])
         return _attend_packed(query, key, value, {**options, **rules, "dropout_p": dropout}, documents)
     elif attention_mask is None and rules["causal"] and seqlen_q != seqlen_k:
         raise UnsupportedError(
@@ -351,6 +359,7 @@ def _attend(
             "which keys each sees",
             hint="hand over a mask [B, 1, Sq, Sk]",
         )
+    check_apart(seqlen_k, mask=attention_mask)
     if attention_mask is None:
         options = {**options, **rules}
     return _attend_rows(query, key, value, attention_mask, position_bias, dropout, options)

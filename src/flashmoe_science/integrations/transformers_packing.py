@@ -3,6 +3,10 @@
 transformers tells of documents in three ways: positions that restart, lengths (``cu_seq_lens_q``, ...), and a mask that
 it makes of positions where there is neither a cache nor a mask of the caller. All end as lengths here.
 
+Without a cache, transformers starts a document wherever a position is not the one after that before. With a cache it
+starts none. Here positions that restart start one in both. Positions that skip or repeat start one without a cache, and
+are refused with one: nobody knows what is meant.
+
 Source: transformers 5.23 and 5.24, masking_utils.py, for the functions that masks are made of.
 """
 
@@ -11,7 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,6 +26,8 @@ from .arguments import as_bias, check_attended, check_count, check_mask, check_s
 
 LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _RESTART = "position_ids restart, and documents would see each other"
+_SKIP = "position_ids skip or repeat, which transformers takes for documents in some calls and not in others"
+_SAY = "hand over cu_seq_lens_q and its like, which say where documents start"
 _COMPILED = "compiled models need cu_seq_lens_q and its like, and use_cache=True"
 _OFFSET = "flashmoe_offset"  # of a mask: row i is that of key i + offset
 _POSITIONS = "flashmoe_positions"  # of a mask: those of its rows
@@ -44,14 +50,18 @@ class PackedMask(Tensor):
 
     Attributes:
         starts: where documents start in the B * S tokens of all rows, and where the last one ends, int32.
+        restarts: those of ``starts`` where positions restart. Lengths of the caller may leave out the others.
         longest: tokens of the longest document.
+        skips: whether positions skip or repeat where only lengths of the caller would say if a document starts.
         window: keys that a row sees, as ``flash_attention`` has it.
         make: makes the true mask.
         made: the true mask, once it was asked for.
     """
 
     starts: Tensor
+    restarts: Tensor
     longest: int
+    skips: bool
     window: tuple[int, int]
     make: Callable[[], Tensor]
     made: Tensor | None
@@ -74,26 +84,19 @@ class PackedMask(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def of(
-        cls,
-        named: Mapping[str, Any],
-        places: tuple[Tensor, int],
-        window: tuple[int, int] | None,
-        make: Callable[[], Tensor],
-    ) -> PackedMask:
-        """Return the mask for the arguments of ``sdpa_mask``, with what ``_places`` returned."""
+    def of(cls, named: Mapping[str, Any], make: Callable[[], Tensor], **facts: Any) -> PackedMask:
+        """Return the mask for the arguments of ``sdpa_mask``, with its attributes."""
         device = torch.device(named.get("device") or "cpu")
         plain = torch.zeros((), dtype=named.get("dtype") or torch.float32, device=device)
         plain = plain.expand(named["batch_size"], 1, named["q_length"], named["kv_length"])
-        return cls._around(plain, places, window or (-1, -1), make)
+        return cls._around(plain, make, **facts)
 
     @classmethod
-    def _around(
-        cls, plain: Tensor, places: tuple[Tensor, int], window: tuple[int, int], make: Callable[[], Tensor]
-    ) -> PackedMask:
+    def _around(cls, plain: Tensor, make: Callable[[], Tensor], **facts: Any) -> PackedMask:
         mask = plain.as_subclass(cls)
-        mask.starts, mask.longest = places[0].to(plain.device), places[1]
-        mask.window, mask.make, mask.made = window, make, None
+        mask.starts, mask.restarts = (facts[name].to(plain.device) for name in ("starts", "restarts"))
+        mask.longest, mask.window, mask.skips = facts["longest"], facts["window"], facts["skips"]
+        mask.make, mask.made = make, None
         return mask
 
     def moved(self, move: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
@@ -106,9 +109,8 @@ class PackedMask(Tensor):
             if plain is self:
                 return self
             plain = plain.as_subclass(Tensor)
-        return self._around(
-            plain, (self.starts, self.longest), self.window, lambda: move(self.dense(), *args, **kwargs)
-        )
+        facts = {name: self.__dict__[name] for name in ("starts", "restarts", "longest", "window", "skips")}
+        return self._around(plain, lambda: move(self.dense(), *args, **kwargs), **facts)
 
     def dense(self) -> Tensor:
         """Return the true mask."""
@@ -126,11 +128,12 @@ class PackedMask(Tensor):
 
         Raises:
             InputError: the caller's lengths keep other documents apart.
+            UnsupportedError: nothing says whether positions that skip or repeat start a document.
         """
         if self.made is not None or (query.shape[0], query.shape[2], key.shape[2]) != (self.shape[0], *self.shape[2:]):
             return None
         if given is None:
-            return _named(self.starts, self.longest)
+            return None if self.skips else _named(self.starts, self.longest)
         if query.shape[0] != 1 or torch.compiler.is_compiling():
             return None  # is refused
         check_lengths(query, given)
@@ -138,13 +141,18 @@ class PackedMask(Tensor):
         question = tuple((id(tensor), _version(tensor)) for tensor in starts)
         answers = self.__dict__.setdefault("answers", {})
         if question not in answers:  # on a GPU it has to be waited for, once a call of the model
-            answers[question] = (self._agrees(*(tensor.tolist() for tensor in starts)), starts)
-        return _named(self.starts, self.longest) if answers[question][0] else None
+            answers[question] = (self._whose(*(tensor.tolist() for tensor in starts)), starts)
+        return {"own": _named(self.starts, self.longest), "given": given, "": None}[answers[question][0]]
 
-    def _agrees(self, starts_q: list[int], starts_k: list[int]) -> bool:
-        """Whether lengths keep no other documents apart than the mask does."""
+    def _whose(self, starts_q: list[int], starts_k: list[int]) -> str:
+        """Return whose lengths count: the caller's say that skipped positions are one document; or ``""``."""
         own = self.starts.tolist()
-        return starts_q == starts_k and starts_q == sorted(starts_q) and {0, own[-1]} <= set(starts_q) <= set(own)
+        is_whole = starts_q == starts_k and starts_q == sorted(starts_q) and {0, own[-1]} <= set(starts_q)
+        if not is_whole or not (self.skips or set(starts_q) <= set(own)):
+            return ""
+        if set(self.restarts.tolist()) <= set(starts_q):
+            return "given"
+        return "" if self.skips else "own"
 
 
 def pack_mask(make: Callable[..., Tensor], named: Mapping[str, Any]) -> PackedMask | None:
@@ -157,24 +165,37 @@ def pack_mask(make: Callable[..., Tensor], named: Mapping[str, Any]) -> PackedMa
     batch, seqlen, function = named["batch_size"], named["q_length"], named.get("mask_function")
     if torch.compiler.is_compiling() or named.get("use_vmap") or seqlen != named["kv_length"] or seqlen < 2:
         return None
+    ids: Any
     ids, window = _find_packing(function)
     padding = named.get("attention_mask")
     if ids is not None and _is_readable(ids) and ids.shape == (batch, seqlen) and padding is None:
-        starts = torch.nn.functional.pad(ids.diff() != 0, (1, 0), value=True)
-        return PackedMask.of(named, _places(starts), window, make)
+        starts, ids = torch.nn.functional.pad(ids.diff() != 0, (1, 0), value=True), named.get("positions")
+        restarts = _places(starts & _starts(ids) if _are_positions(ids, batch, seqlen) else starts)[0]
+        where, longest = _places(starts)
+        return PackedMask.of(named, make, starts=where, restarts=restarts, longest=longest, window=window, skips=False)
     # With a cache, or with a mask of the caller, transformers tells its function of no documents.
     window = None if ids is not None else _window_of(function)
-    lengths = None if window is None else lengths_of_positions(named.get("positions"), window, batch, seqlen)
-    if lengths is None or not (padding is None or bool(padding[:, :seqlen].all())):
+    if window is None:
+        return None
+    places, skips = _read(named.get("positions"), window, batch, seqlen)
+    if (places is None and not skips) or not (padding is None or bool(padding[:, :seqlen].all())):
         return None
     if int(named.get("q_offset", 0)) != int(named.get("kv_offset", 0)):
         return None
+    facts = {"window": window, "skips": skips}
+    where, longest = places or _places(_starts(named["positions"].expand(batch, -1)))
+    if skips:  # the layer knows whether there are lengths
+        return PackedMask.of(named, _refuse_skips, starts=where, restarts=where, longest=longest, **facts)
     from transformers.masking_utils import and_masks, packed_sequence_mask_function
 
     ids = _starts(named["positions"].expand(batch, -1)).cumsum(-1)
     function = and_masks(function, packed_sequence_mask_function(ids))
     make = functools.partial(make, mask_function=function, allow_is_causal_skip=False)
-    return PackedMask.of(named, (lengths[LENGTHS[0]], lengths[LENGTHS[2]]), window, make)
+    return PackedMask.of(named, make, starts=where, restarts=where, longest=longest, **facts)
+
+
+def _refuse_skips() -> NoReturn:
+    raise UnsupportedError(_SKIP, hint=_SAY)
 
 
 def positions_of_caller() -> Any:
@@ -232,13 +253,13 @@ def _named(starts: Tensor, longest: int) -> dict[str, Any]:
 
 
 def _starts(positions: Tensor) -> Tensor:
-    """Return which tokens ``[B, S]`` start a document: positions fall, or the first one of all comes again.
-
-    A position that is skipped starts none: models learn longer contexts so.
-    """
-    step, first = positions.diff(), positions.amin(-1, keepdim=True)
-    new = (step < 0) | ((step == 0) & (positions[:, 1:] == first))
+    """Return which tokens ``[B, S]`` start a document: positions fall, or the first one of all comes again."""
+    new = _is_restart(positions[:, 1:], positions.diff(), positions.amin(-1, keepdim=True))
     return torch.nn.functional.pad(new, (1, 0), value=True)
+
+
+def _is_restart(positions: Tensor, step: Tensor, lowest: Tensor) -> Tensor:
+    return (step < 0) | ((step == 0) & (positions == lowest))
 
 
 def lengths_of_positions(
@@ -247,30 +268,48 @@ def lengths_of_positions(
     """Return the lengths of documents by positions ``[B or 1, S]``, or None where there is one document a row.
 
     All layers ask for the same tensor: on a GPU it has to be waited for, once a call of the model. Where a value
-    cannot be read, while a model is compiled or a CUDA graph captured, positions that restart fail when it runs.
+    cannot be read, while a model is compiled or a CUDA graph captured, positions that do not count up by one fail when
+    it runs.
+
+    Raises:
+        UnsupportedError: positions skip or repeat.
     """
     if not _are_positions(positions, batch, seqlen):
         return None
     if torch.compiler.is_compiling() or _is_captured(positions):
-        torch._assert_async(~_starts(positions)[:, 1:].any(), f"{_RESTART}: {_COMPILED}")  # noqa: SLF001  no public name
+        is_plain = (positions.diff() == 1).all()
+        torch._assert_async(is_plain, f"position_ids restart, skip or repeat: {_COMPILED}")  # noqa: SLF001  no public name
         return None
-    if not _is_readable(positions):
-        return None
-    known = positions.__dict__.get("flashmoe_documents")
-    # Who asks again belongs to the next call: versions of inference tensors say nothing.
-    if known is None or known[:2] != (_version(positions), batch) or known[2] == asking:
-        starts = _starts(positions.expand(batch, -1))
-        found = _places(starts) if bool(starts[:, 1:].any()) else None
-        known = positions.__dict__["flashmoe_documents"] = (_version(positions), batch, asking, found)
-    places: tuple[Tensor, int] | None = known[3]
+    places, skips = _read(positions, asking, batch, seqlen)
+    if skips:
+        _refuse_skips()
     return None if places is None else _named(places[0].to(device or positions.device), places[1])
 
 
+def _read(positions: Any, asking: Any, batch: int, seqlen: int) -> tuple[tuple[Tensor, int] | None, bool]:
+    """Return what ``_places`` does, or None where no row restarts, and whether positions skip or repeat."""
+    if not _are_positions(positions, batch, seqlen) or _is_captured(positions) or not _is_readable(positions):
+        return None, False
+    known = positions.__dict__.get("flashmoe_documents")
+    # Who asks again belongs to the next call: versions of inference tensors say nothing.
+    if known is None or known[:2] != (_version(positions), batch) or known[2] == asking:
+        places, skips, breaks = None, False, positions.diff() != 1
+        if bool(breaks.any()):
+            starts = _starts(positions.expand(batch, -1))
+            places = _places(starts) if bool(starts[:, 1:].any()) else None
+            skips = bool((breaks & ~starts[:, 1:]).any())
+        known = positions.__dict__["flashmoe_documents"] = (_version(positions), batch, asking, places, skips)
+    return known[3], known[4]
+
+
 def restarts(positions: Any, module: Any) -> bool:
-    """Whether positions ``[B, S]`` start a second document in a row."""
+    """Whether positions ``[B, S]`` start a second document in a row. A rank's part of a sequence may skip some."""
     if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[1] < 2:
         return False
-    return lengths_of_positions(positions, id(module), *positions.shape) is not None
+    if torch.compiler.is_compiling() or _is_captured(positions):
+        torch._assert_async(~_starts(positions)[:, 1:].any(), f"{_RESTART}: {_COMPILED}")  # noqa: SLF001  no public name
+        return False
+    return _read(positions, id(module), *positions.shape)[0] is not None
 
 
 def _are_positions(positions: Any, batch: int, seqlen: int) -> bool:
@@ -312,7 +351,7 @@ def refuse_leaks(mask: Any, positions: Any, seqlen: int) -> None:
     """Raise ``UnsupportedError`` where a mask of ours shows a document's first token the one before it.
 
     transformers keeps documents apart only without a cache and without a mask of the caller. Padding may have any
-    position: neither it nor who cannot see it is looked at.
+    position: neither it nor who cannot see it is looked at, and positions after it may count it or not.
     """
     offset = getattr(mask, _OFFSET, None)
     if (
@@ -327,18 +366,38 @@ def refuse_leaks(mask: Any, positions: Any, seqlen: int) -> None:
         return
     known = mask.__dict__.get("flashmoe_leaks")
     if known is None or known[0] is not positions or known[1] != _version(positions):
-        rows = torch.arange(1, seqlen, device=mask.device)
-        columns = rows + int(offset)
-        rows, columns = rows[columns < mask.shape[-1]], columns[columns < mask.shape[-1]]
-        added = torch.minimum(mask[:, 0, rows, columns], mask[:, 0, rows, columns - 1])
-        shown = added > torch.finfo(added.dtype).min / 2
-        leaks = bool((shown & _starts(positions).to(mask.device)[:, rows]).any())
-        known = mask.__dict__["flashmoe_leaks"] = (positions, _version(positions), leaks)
+        before, seen = _seen_before(mask, int(offset))
+        ids = positions.to(mask.device).expand(mask.shape[0], -1)[:, : before.shape[1]]
+        step = ids - ids.gather(1, before.clamp(min=0))
+        breaks = seen & (step != 1) & (step != torch.arange(before.shape[1], device=mask.device) - before)
+        again = breaks & _is_restart(ids, step, ids.amin(-1, keepdim=True))
+        found = int(breaks.any().int() + again.any().int())
+        known = mask.__dict__["flashmoe_leaks"] = (positions, _version(positions), found)
+    if known[2] == 1:
+        _refuse_skips()
     if known[2]:
         raise UnsupportedError(
             f"{_RESTART} by attention_mask",
             hint="hand over use_cache=False and no attention_mask, with padding as a document of its own",
         )
+
+
+def _seen_before(mask: Tensor, offset: int) -> tuple[Tensor, Tensor]:
+    """Return for each row of ``[B, H or 1, Sq, Sk]`` the nearest before it that is no padding, and if it is seen.
+
+    Padding is what does not see itself. The rows are those that have a key, ``[B, N]`` each; -1 is none.
+    """
+    own = _is_shown(mask.diagonal(offset, -2, -1)).any(1)
+    rows = torch.arange(own.shape[1], device=mask.device)
+    last = torch.where(own, rows, -1).cummax(-1).values
+    before = torch.nn.functional.pad(last[:, :-1], (1, 0), value=-1)
+    columns = (before.clamp(min=0) + offset)[:, None, :, None].expand(-1, mask.shape[1], -1, -1)
+    seen = _is_shown(mask[:, :, : own.shape[1]].gather(-1, columns)[..., 0]).any(1)
+    return before, seen & own & (before >= 0)
+
+
+def _is_shown(mask: Tensor) -> Tensor:
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
 def are_given(others: Mapping[str, Any]) -> bool:
@@ -359,31 +418,78 @@ def check_lengths(query: Tensor, lengths: Mapping[str, Any]) -> None:
         check_count(name, lengths[name])
 
 
-def check_packing(query: Tensor, mask: Any, others: Mapping[str, Any], *, is_packed: bool) -> None:
-    """Raise where ``position_ids`` or ``seq_idx`` start a sequence that nothing else starts, as far as a CPU knows."""
-    seq_idx = others.get("seq_idx")
-    if not (is_packed or seq_idx is not None) or torch.compiler.is_compiling():
+def check_packing(query: Tensor, others: Mapping[str, Any]) -> None:
+    """Raise ``InputError`` where ``position_ids`` or ``seq_idx`` start a sequence that lengths do not, on a CPU.
+
+    On a GPU all layers would wait for it. Positions that skip are no fault: lengths say where sequences are.
+    """
+    starts = others["cu_seq_lens_q"]
+    if torch.compiler.is_compiling() or not (isinstance(starts, Tensor) and starts.is_cpu):
         return
-    starts = others["cu_seq_lens_q"] if is_packed else None
-    served: set[int] = set()  # by positions alone
-    for name, step in (("position_ids", 1), ("seq_idx", 0)):
-        ids = others.get(name)
-        if not isinstance(ids, Tensor) or ids.shape != (1, query.shape[2]):
+    for name in ("position_ids", "seq_idx"):
+        ids: Any = others.get(name)
+        if not _are_positions(ids, 1, query.shape[2]) or not ids.is_cpu:
             continue
-        if is_packed and not (ids.is_cpu and isinstance(starts, Tensor) and starts.is_cpu):
-            continue  # all layers would wait for a GPU
-        changes = {0, ids.shape[1], *((ids[0].diff() != step).nonzero()[:, 0] + 1).tolist()}
-        if starts is not None and not changes <= set(starts.tolist()):
+        new = _starts(ids)[0, 1:] if name == "position_ids" else ids[0].diff() != 0
+        changes = {0, ids.shape[1], *(new.nonzero()[:, 0] + 1).tolist()}
+        if not changes <= set(starts.tolist()):
             raise InputError(
                 f"cu_seq_lens_q must start a sequence wherever {name} does, at {sorted(changes)[:-1]}, "
                 f"got {starts.tolist()}"
             )
-        served = changes if name == "position_ids" else served
-        if name == "seq_idx" and starts is None and mask is None and len(changes) > 2 and not changes <= served:
-            raise UnsupportedError(
-                "seq_idx alone does not keep sequences apart",
-                hint="hand over position_ids that restart, or cu_seq_lens_q and its like",
-            )
+
+
+def check_sequences(seq_idx: Any, query: Tensor, seqlen_k: int, starts: Any = None, mask: Tensor | None = None) -> None:
+    """Raise where ``seq_idx`` ``[1 or B, S]`` starts a sequence that sees the one before it.
+
+    Args:
+        seq_idx: the number of each token's sequence, or None.
+        query: ``[B, H, S, D]``.
+        seqlen_k: the number of keys.
+        starts: where documents start in the B * S tokens, and the last one ends, if lengths keep them apart.
+        mask: what keeps keys apart else, or None.
+
+    Raises:
+        InputError: it has another shape.
+        UnsupportedError: nothing keeps such sequences apart.
+    """
+    batch, seqlen = query.shape[0], query.shape[2]
+    if seq_idx is None or seqlen == 1:
+        return
+    if not _are_positions(seq_idx, batch, seqlen):
+        got = list(seq_idx.shape) if isinstance(seq_idx, Tensor) else type(seq_idx).__name__
+        raise InputError(f"seq_idx must be integers [1 or {batch}, {seqlen}], got {got}")
+    is_compiled, told = torch.compiler.is_compiling(), mask if starts is None else starts
+    if not is_compiled and (_is_captured(seq_idx) or not _is_readable(seq_idx)):
+        return
+    question = None if is_compiled or told is None else (_version(seq_idx), _version(told))
+    known = None if question is None else seq_idx.__dict__.get("flashmoe_served")
+    if known is not None and known[0] is told and known[1] == question:
+        return
+    leaks = _shared_sequences(seq_idx.to(query.device).expand(batch, -1), query, seqlen_k, starts, mask)
+    text = "seq_idx alone does not keep sequences apart"
+    if is_compiled:
+        torch._assert_async(~leaks.any(), text)  # noqa: SLF001  no public name
+    elif bool(leaks.any()):
+        raise UnsupportedError(text, hint="hand over position_ids that restart, or cu_seq_lens_q and its like")
+    if question is not None:
+        seq_idx.__dict__["flashmoe_served"] = (told, question)
+
+
+def _shared_sequences(ids: Tensor, query: Tensor, seqlen_k: int, starts: Any, mask: Tensor | None) -> Tensor:
+    """Return where a row sees one of another sequence before it, by the arguments of ``check_sequences``."""
+    if starts is not None:
+        own = torch.zeros(ids.numel() + 1, dtype=torch.bool, device=ids.device)
+        own[starts.long()] = True
+        return (ids.diff() != 0) & ~own[:-1].view_as(ids)[:, 1:]
+    if mask is None:
+        return ids.diff() != 0
+    offset = getattr(mask, _OFFSET, 0 if seqlen_k == ids.shape[1] else None)
+    if offset is None:  # a mask of the caller alone knows whose keys are in the cache
+        return torch.zeros_like(ids, dtype=torch.bool)
+    before, seen = _seen_before(_expanded("attention_mask", mask, (*query.shape[:3], seqlen_k)), int(offset))
+    ids = ids[:, : before.shape[1]]
+    return seen & (ids != ids.gather(1, before.clamp(min=0)))
 
 
 def rest_of_mask(
@@ -401,6 +507,7 @@ def rest_of_mask(
 
     Raises:
         InputError: the mask keeps other sequences apart than the lengths do.
+        UnsupportedError: transformers' mask starts a document inside one of the lengths, at a position that is skipped.
     """
     if query.shape[0] != 1 or position_bias is not None:
         raise UnsupportedError("packed sequences (cu_seq_lens_q) need a batch of one and no position_bias")
@@ -419,9 +526,22 @@ def rest_of_mask(
     answers = mask.__dict__.setdefault("flashmoe_packed", {})
     if question not in answers:
         whole = _expanded("attention_mask", mask, shape)
+        _refuse_splits(whole, getattr(mask, _POSITIONS, None), starts[0])
         answers[question] = (_compare_with_mask(whole, *starts, **rules), starts)  # starts stay, so that ids do
     rest: tuple[Tensor | None, dict[str, Any]] = answers[question][0]
     return rest
+
+
+def _refuse_splits(mask: Tensor, positions: Any, starts: Tensor) -> None:
+    if not _are_positions(positions, 1, mask.shape[-2]) or not _is_readable(positions):
+        return
+    skips = ((positions.diff() != 1) & ~_starts(positions)[:, 1:])[0].to(mask.device)
+    within = ~torch.isin(torch.arange(1, mask.shape[-2], device=mask.device), starts.to(mask.device))
+    if mask.shape[-1] == mask.shape[-2] and bool((skips & within & ~_is_shown(mask[0, 0].diagonal(-1))).any()):
+        raise UnsupportedError(
+            "position_ids skip or repeat inside a document of cu_seq_lens_q, and the mask splits it there",
+            hint="hand over use_cache=True: transformers then makes no mask of positions",
+        )
 
 
 def _version(tensor: Tensor) -> int:
@@ -460,8 +580,7 @@ def _compare_with_mask(
     if right >= 0:
         ruled &= ahead <= right
 
-    is_bool = mask.dtype == torch.bool
-    seen = mask if is_bool else mask > torch.finfo(mask.dtype).min / 2
+    is_bool, seen = mask.dtype == torch.bool, _is_shown(mask)
     is_plain = is_bool or bool((mask == 0)[seen].all())
     # What is the same along every diagonal, such as a window, knows of no sequences.
     is_band = is_plain and bool((seen[..., 1:, 1:] == seen[..., :-1, :-1]).all())
