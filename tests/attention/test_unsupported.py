@@ -250,6 +250,7 @@ def test_tangents_are_not_lost():
             {"wanted": ("q",), "accumulate_into": (torch.zeros(2, 2, 7, 8),) * 2},
             "accumulate_into needs k and v in wanted",
         ),
+        ({"dropout_p": torch.zeros(2)}, "dropout_p must be a number, 0 for no dropout, got Tensor"),
         ({"dropout_p": 0.5}, "dropout_seed must be what the forward was given where dropout_p is 0.5, got None"),
         ({"out": {"sinks": torch.zeros(4)}}, "out must be tensors by names among q, k, v, got"),
         ({"out": torch.zeros(4)}, "out must be tensors by names among q, k, v, got"),

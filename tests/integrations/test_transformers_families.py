@@ -30,7 +30,7 @@ import tiny_models
 
 attend: Any = integration.attend  # is called with tensors and options that tests put together
 SPARSE = ["minimax_m3_vl_text", "deepseek_v32", "glm_moe_dsa"]
-# Of a configuration: what the family is known for.
+# By model type: whether a configuration has what the family is known for.
 KNOWN_FOR: dict[str, Callable[[Any], bool]] = {
     "minimax_m3_vl_text": lambda c: (
         set(c.layer_types) == {"full_attention", "minimax_m3_sparse"} and c.index_topk_blocks * c.index_block_size < 9

@@ -83,8 +83,10 @@ def flash_attention_backward(
     """
     given: dict[str, Any] = {"q": q, "k": k, "v": v, "o": o, "do": do, "lse": lse}
     refuse_context_parallel()
+    check_backward_kernel_name(kernel)
     for name, tensor in given.items():
         check_tensor(name, tensor)
+    options = check_all_options(Options(causal, softmax_scale, window, softcap, kernel=kernel, dropout_p=dropout_p))
     more = {"dlse": dlse, "sinks": sinks, "alibi": alibi, "bias": bias, **seed_of(dropout_p, dropout_seed)}
     for name, tensor in more.items():
         if tensor is not None:
@@ -95,8 +97,6 @@ def flash_attention_backward(
     names, written, sums = named_gradients(wanted, out, accumulate_into, given)
     refuse_tangents(given.values())
     check_not_mapped(given.values())
-    check_backward_kernel_name(kernel)
-    options = check_all_options(Options(causal, softmax_scale, window, softcap, kernel=kernel, dropout_p=dropout_p))
     if is_traced(given.values()):
         check_not_mixed(given)
     found = gradients_of(options, {**given, **sums}, names, out=written)

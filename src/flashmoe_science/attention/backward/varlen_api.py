@@ -96,14 +96,14 @@ def flash_attention_varlen_backward(
     refuse_context_parallel()
     for name, tensor in given.items():
         check_tensor(name, tensor)
+    check_backward_kernel_name(kernel)
+    lengths = (max_seqlen_q, max_seqlen_k)
+    options = check_all_options(Options(causal, softmax_scale, window, softcap, lengths, kernel, dropout_p))
     more = {"dlse": dlse, "sinks": sinks, "alibi": alibi, "bias": bias, "seqused_q": seqused_q, "seqused_k": seqused_k}
     for name, tensor in {**more, **seed_of(dropout_p, dropout_seed)}.items():
         if tensor is not None:
             check_tensor(name, tensor, optional=True)
             given[name] = tensor
-    check_backward_kernel_name(kernel)
-    lengths = (max_seqlen_q, max_seqlen_k)
-    options = check_all_options(Options(causal, softmax_scale, window, softcap, lengths, kernel, dropout_p))
     check_not_mapped(given.values())
     traced = is_traced(given.values())
     if traced:

@@ -12,7 +12,7 @@ import torch
 from ...errors import ProofError
 from ..records.evidence import OutputAccuracy
 from ..spent import spending
-from ..subject.operator import Inputs, Operator, Part
+from ..subject.operator import Inputs, Operator, Part, sample_of
 from ..subject.outputs import known_parts, names_of
 
 _ELEMENTS_AT_ONCE = 2**27  # 1 GiB in fp64
@@ -113,6 +113,14 @@ class Whole:
                 found = tuple(replace(each, budget=max(each.budget, whole.budget)) for each, whole in wholes)
             self._found[part] = tuple(replace(each, pick=self._pick) for each in found)
         return self._found[part]
+
+
+def truth_of_part(operator: Operator, problem: Any, inputs: Inputs, *, seed: int) -> Whole:
+    """Return what is right for a part of the answer that ``seed`` draws; for all of it if the operator knows none."""
+    sample = sample_of(operator, problem, inputs, seed=seed)
+    if sample is None:
+        return Whole(operator, problem, inputs)
+    return Whole(operator, sample.problem, sample.inputs, sample.pick)
 
 
 @dataclass(frozen=True)

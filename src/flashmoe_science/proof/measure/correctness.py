@@ -34,10 +34,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...errors import ProofError
 from ..records.evidence import Accuracy, OutputAccuracy
 from ..subject.failure_hints import not_here
-from ..subject.operator import Inputs, Operator, Part, part_of, sample_of, stress_draws_of
+from ..subject.operator import Inputs, Operator, Part, part_of, stress_draws_of
 from ..subject.outputs import not_formed, parts
 from ..worker import agree, describe_error, meet, rank_here
-from .allowed_error import Expected, ExpectedOutputs, Whole, find_expected, judge
+from .allowed_error import Expected, ExpectedOutputs, Whole, find_expected, judge, truth_of_part
 from .shared_state import SharedState
 
 _FRESH_MEMORY = frozenset(
@@ -182,8 +182,7 @@ def check_replay(
         for name in overwritten:  # what is right is of what the replay was given, and all ranks work it out
             inputs[name].data.copy_(others[name])
         del others
-        drawn = sample_of(operator, problem, inputs, seed=seed) if sampled else None
-        truth = Whole(operator, *((problem, inputs) if drawn is None else (drawn.problem, drawn.inputs, drawn.pick)))
+        truth = truth_of_part(operator, problem, inputs, seed=seed) if sampled else Whole(operator, problem, inputs)
         wanted = truth.expected(part)
         if overwritten:
             raise WrongResultError(f"{_REPLAY}: the input {overwritten[0]} was overwritten")

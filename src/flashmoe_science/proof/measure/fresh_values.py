@@ -17,7 +17,7 @@ import torch
 
 from ..subject.operator import Inputs, Operator, Part, sample_of
 from . import schedule
-from .allowed_error import ExpectedOutputs, Whole
+from .allowed_error import ExpectedOutputs, Whole, truth_of_part
 
 _STRIDE = 7919  # between the seeds of two sets: an operator may use the next few numbers too
 _PART = 64  # of a tensor, one in so many elements is new where the others stay
@@ -105,9 +105,7 @@ class FreshValues:
         if self.parts == 1:
             return Whole(self._operator, self._problem, inputs)
         drawn = schedule.derived_seed(self._round, f"{self._sample}/part", place, self._seeds[place])
-        sample = sample_of(self._operator, self._problem, inputs, seed=drawn)
-        assert sample is not None
-        return Whole(self._operator, sample.problem, sample.inputs, sample.pick)
+        return truth_of_part(self._operator, self._problem, inputs, seed=drawn)
 
     @property
     def writes_parts(self) -> bool:

@@ -14,12 +14,12 @@ from ...gpu.device import current_gpu
 from ..records.evidence import Settings
 from ..spent import spending
 from ..subject.loading import operator_of
-from ..subject.operator import Inputs, Operator, identities_of, ours, part_of, sample_of
+from ..subject.operator import Inputs, Operator, identities_of, ours, part_of
 from ..subject.outputs import Answer, Call, copied, parts, sizes_of
 from ..subject.subject import Subject
 from ..worker import Emit, agree, ask, meet, rank_here
 from . import arms as arms_module, launches
-from .allowed_error import ExpectedOutputs, Whole, late_tolerance
+from .allowed_error import ExpectedOutputs, Whole, late_tolerance, truth_of_part
 from .arms import Loaded
 from .host_files import files_called
 from .launches import CallTrace, Recording
@@ -181,11 +181,9 @@ def capture_case(case: Case, subject: Subject, loaded: Sequence[Loaded], timer: 
 
 def _truth(case: Case, inputs: Inputs, seed: int, *, of_part: bool) -> Whole:
     """Return what is right; ``of_part``: for a part of the answer that is drawn, where the operator knows parts."""
-    drawn = derived_seed(seed, case.name, "part")
-    sample = sample_of(case.operator, case.problem, inputs, seed=drawn) if of_part else None
-    if sample is None:
+    if not of_part:
         return Whole(case.operator, case.problem, inputs)
-    return Whole(case.operator, sample.problem, sample.inputs, sample.pick)
+    return truth_of_part(case.operator, case.problem, inputs, seed=derived_seed(seed, case.name, "part"))
 
 
 def _prepare(capture: _Capture, case: Case, subject: Subject, inputs: Inputs, timer: Timer) -> None:
