@@ -31,6 +31,7 @@ _ORIGIN = {
     "route": "moe.api",
     "MoeLayer": "integrations.moe_layer",
     "explain_varlen": "attention.varlen",
+    "explain_varlen_gradients": "attention.backward.varlen_api",
     "FlashmoeError": "errors",
     "InputError": "errors",
     "UnsupportedError": "errors",
@@ -50,6 +51,7 @@ __all__ = [
     "explain_moe",
     "explain_sparse_mla",
     "explain_varlen",
+    "explain_varlen_gradients",
     "explain_with_kv_cache",
     "flash_attention",
     "flash_attention_backward",
@@ -66,7 +68,7 @@ __all__ = [
 if TYPE_CHECKING:
     from .attention.api import explain, flash_attention
     from .attention.backward.api import explain_gradients, flash_attention_backward
-    from .attention.backward.varlen_api import flash_attention_varlen_backward
+    from .attention.backward.varlen_api import explain_varlen_gradients, flash_attention_varlen_backward
     from .attention.decode.api import explain_with_kv_cache, flash_attention_with_kv_cache
     from .attention.decode.merge import merge_attention_states
     from .attention.masks.block_mask import BlockMask

@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from flashmoe_science import InputError, UnsupportedError, explain_gradients
+from flashmoe_science import InputError, UnsupportedError, explain_gradients, explain_varlen_gradients
 from flashmoe_science.attention.backward.autograd import attention_gradients
 from flashmoe_science.attention.backward.calls import prepare_backward
 from flashmoe_science.attention.backward.plan import BackwardConfig, BackwardPlan, plan_backward
@@ -457,6 +457,22 @@ def test_explain_gradients_describes_the_call():
     assert plan.problem.has_dlse
     assert plan.problem.bias_sums == (True, False)
     assert explain_gradients(q.requires_grad_(), k, v, bias=bias).problem.wanted == ("q",)
+
+
+def test_explain_varlen_gradients_describes_the_call():
+    q, k = torch.randn(9, 4, 8), torch.randn(11, 2, 8)
+    ends = torch.tensor([0, 3, 9], dtype=torch.int32), torch.tensor([0, 5, 11], dtype=torch.int32)
+    plan = explain_varlen_gradients(q, k, k, *ends, 6, 6, sinks=torch.randn(4), causal=True, return_lse=True)
+    assert plan.kernel == "reference"
+    assert plan.problem.wanted == ("q", "k", "v", "sinks")
+    assert plan.problem.has_dlse
+    forward = plan.problem.forward
+    assert (forward.packed, forward.batch, forward.seqlen_q, forward.seqlen_k) == (True, 2, 8, 8)
+    assert explain_varlen_gradients(q, k.requires_grad_(), k, *ends, 6, 6).problem.wanted == ("k", "v")
+    with pytest.raises(UnsupportedError, match="backward_gluon_sm90 needs an NVIDIA GPU"):
+        explain_varlen_gradients(q, k, k, *ends, 6, 6, kernel="backward_gluon_sm90")
+    with pytest.raises(InputError, match=r"v must have shape \[Tk, HK, DV\] = \[11, 2, 8\], got \[10, 2, 8\]"):
+        explain_varlen_gradients(q, k, k[:10], *ends, 6, 6)
 
 
 class Launches:

@@ -16,6 +16,7 @@ from flashmoe_science import (
     explain,
     explain_gradients,
     explain_varlen,
+    explain_varlen_gradients,
     flash_attention,
     flash_attention_varlen,
 )
@@ -321,7 +322,7 @@ def test_bad_input(why):
         with pytest.raises(InputError, match=message):
             function(q, k, v, **options)
     packed = [tensor[0].transpose(0, 1) for tensor in (q, k, v)]
-    functions: tuple[Callable[..., Any], ...] = (flash_attention_varlen, explain_varlen)
+    functions: tuple[Callable[..., Any], ...] = (flash_attention_varlen, explain_varlen, explain_varlen_gradients)
     for function in functions:
         with pytest.raises(InputError, match=message):
             function(*packed, ends, ends, 2, 2, **options)

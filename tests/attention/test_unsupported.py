@@ -11,6 +11,7 @@ from flashmoe_science import (
     InputError,
     UnsupportedError,
     explain_varlen,
+    explain_varlen_gradients,
     explain_with_kv_cache,
     flash_attention,
     flash_attention_varlen,
@@ -385,6 +386,8 @@ def test_what_explains_refuses_by_the_same_names():
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         with pytest.raises(InputError, match=rf"{name} must be a torch\.Tensor, got NoneType"):
             explain_varlen(**packed(**{name: None}))
+        with pytest.raises(InputError, match=rf"{name} must be a torch\.Tensor, got NoneType"):
+            explain_varlen_gradients(**packed(**{name: None}))
 
 
 BIG = torch.zeros(2, 9, 2, 12)

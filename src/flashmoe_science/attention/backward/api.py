@@ -18,6 +18,7 @@ from .problem import BackwardProblem, fields_of_wanted
 
 if TYPE_CHECKING:
     from ..inputs import AnyMask
+    from ..problem import AttentionProblem
 
 
 def flash_attention_backward(
@@ -137,8 +138,15 @@ def explain_gradients(
         bias=bias, mask=mask, dropout_p=dropout_p, dropout_seed=dropout_seed, return_lse=True,
     )  # fmt: skip
     named = {"q": q, "k": k, "v": v, "sinks": sinks, "bias": bias}
+    return plan_of_gradients(forward, named, has_dlse=return_lse, kernel=kernel)
+
+
+def plan_of_gradients(
+    forward: AttentionProblem, named: Mapping[str, Tensor | None], *, has_dlse: bool, kernel: str
+) -> BackwardPlan:
+    """Return the plan of the gradients of those tensors that require grad, or of all where none does."""
     given = {name: tensor for name, tensor in named.items() if tensor is not None}
     wanted = [name for name, tensor in given.items() if tensor.requires_grad] or [*given]
     check_backward_kernel_name(kernel)
-    problem = BackwardProblem(forward, has_dlse=return_lse, **fields_of_wanted(forward, given, wanted))
-    return plan_backward(problem, gpu_of(q), forced_kernel(kernel))
+    problem = BackwardProblem(forward, has_dlse=has_dlse, **fields_of_wanted(forward, given, wanted))
+    return plan_backward(problem, gpu_of(given["q"]), forced_kernel(kernel))

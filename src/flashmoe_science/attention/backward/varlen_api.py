@@ -1,4 +1,4 @@
-"""The public gradients of packed sequences, for callers that keep o and the LSE without autograd."""
+"""The public functions of gradients of packed sequences: made without autograd, and explained."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from ...gpu.subclasses import is_traced
 from ..checks import check_attended_packed, check_saved, named_gradients, seed_of
 from ..context_parallel import refuse_context_parallel
 from ..inputs import Options, check_all_options, refuse_tangents
-from ..packed import check_values, planned_lengths
+from ..packed import check_values, packed_problem, planned_lengths
+from .api import plan_of_gradients
 from .autograd import gradients_of
-from .plan import check_backward_kernel_name
+from .plan import BackwardPlan, check_backward_kernel_name
 
 
 def flash_attention_varlen_backward(
@@ -78,7 +79,7 @@ def flash_attention_varlen_backward(
             rows. Without it they are new.
         accumulate_into: fp32 tensors ``[Tk, HK, D]`` and ``[Tk, HK, DV]`` with contiguous rows.
             The gradients of k and v are added to them in place, and they are returned as dk and dv.
-        kernel: ``"auto"``, or one name to force (``explain_gradients`` lists them); a forced kernel never falls back.
+        kernel: ``"auto"``, or one name to force, as ``explain_varlen_gradients`` lists them; it never falls back.
 
     Returns:
         The gradients of ``wanted``, in its order, detached, in the shapes and dtypes of what they are of. Those of q, k
@@ -116,3 +117,46 @@ def flash_attention_varlen_backward(
         check_values(given, options)
     found = gradients_of(options, {**given, **sums}, names, out=written)
     return tuple(found[name] for name in names)
+
+
+def explain_varlen_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
+    bias: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    return_lse: bool = False,
+    kernel: str = "auto",
+) -> BackwardPlan:
+    """Return the plan that would make the gradients of ``flash_attention_varlen`` with the same arguments.
+
+    As ``explain_gradients``; the lengths in it are those that are planned for. Nothing is launched.
+
+    Raises:
+        InputError: an argument breaks the contract of ``flash_attention_varlen``, or ``kernel`` is no name.
+        UnsupportedError: no kernel, or not the kernel forced, makes these gradients.
+    """
+    tensors = {
+        "q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "sinks": sinks,
+        "alibi": alibi, "bias": bias, "seqused_q": seqused_q, "seqused_k": seqused_k, "dropout_seed": dropout_seed,
+    }  # fmt: skip
+    forward = packed_problem(
+        tensors, (max_seqlen_q, max_seqlen_k), return_lse=True, causal=causal, softmax_scale=softmax_scale,
+        window=window, softcap=softcap, dropout_p=dropout_p,
+    )  # fmt: skip
+    named = {name: tensors[name] for name in ("q", "k", "v", "sinks", "bias")}
+    return plan_of_gradients(forward, named, has_dlse=return_lse, kernel=kernel)
