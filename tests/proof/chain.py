@@ -188,6 +188,7 @@ class FakeGpu:
     change: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]] = lambda payload, case: case
     crash: Callable[[dict[str, Any], int], str] = lambda payload, index: ""
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    slowed: float = 1.0  # how many times as long a baseline takes beside the subject as alone
 
     def run(
         self,
@@ -227,6 +228,12 @@ class FakeGpu:
         assert payload["answers"]
         data = {"wrong": {}, "left_out": [], "beside": False}
         return TaskResult(ok=True, data=data, reason="", seconds=1.0, output_tail="")
+
+    def _measure_alone(self, payload, on_event):
+        seconds = {name: self.seconds[name] / self.slowed for name in payload["baselines"] if name in self.seconds}
+        for case in payload["cases"]:
+            on_event({"event": "case", "case": measured(payload, case, seconds)})
+        return TaskResult(ok=True, data={"imported": False}, reason="", seconds=1.0, output_tail="")
 
     def _measure(self, payload, on_event):
         for index, case in enumerate(payload["cases"]):

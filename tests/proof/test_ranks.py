@@ -118,6 +118,17 @@ def test_a_baseline_that_is_wrong_on_rank_1_only_is_not_timed():
     assert list(case["rounds"]["seconds"]["wall"]) == ["ours"]
 
 
+def test_baselines_of_two_ranks_are_timed_without_the_subject():
+    settings = Settings(times=["wall"], processes=1, rounds=2, seed=1).model_dump(mode="json")
+    more = {"settings": settings, "process": 6, "times": ["wall"], "baselines": ["plain", "late"]}
+    result, (case,) = run("measure_alone", "right", **more)
+    assert result.ok, result.reason
+    assert result.data["imported"]  # one module holds the operator and the subject
+    assert {arm["name"]: arm["status"] for arm in case["arms"]} == {"plain": "measured", "late": "measured"}
+    assert set(case["rounds"]["seconds"]["wall"]) == {"plain", "late"}
+    assert len(case["rounds"]["ranks"]) == 2
+
+
 @pytest.mark.parametrize(
     ("entry", "timeout_s", "reason"),
     [

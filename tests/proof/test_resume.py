@@ -124,7 +124,8 @@ def test_what_proves_the_machine_runs_again_for_the_missing_cases_only(gpu):
     recorder = Recorder()
     record = run_chain(request(resume=old), recorder)
     asked = [(name, len(payload["cases"])) for name, payload in gpu.calls]
-    assert asked == [("capture_launches", 1), ("check_correct", 1), ("check_answers", 1), ("measure", 1)]
+    again = [("capture_launches", 1), ("check_correct", 1), ("check_answers", 1), ("measure", 1)]
+    assert asked == [*again, ("measure_alone", 3), ("measure_alone", 3)]
     assert recorder.started == [gate.name for gate in record.gates]
     assert f"as run {old.id} showed it" in gate_of(record, "quick").details
     assert gate_of(record, "correct").summary.startswith("3 of 3 cases on the GPU")

@@ -38,6 +38,15 @@ def test_graph_and_wall_time_of_every_arm_in_every_round():
     assert bench.progress == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
+def test_baselines_alone_are_timed_whichever_of_them_is_refused():
+    bench = Bench()
+    refused = make_baseline("picky", implementation(bench.gpu), refusal="odd sizes")
+    bench.subject = loaded("picky", refused.load(), baseline=refused)
+    bench.run(control=False, thorough=False)
+    assert {arm.name: arm.status for arm in bench.arms.values()} == {"picky": "refused", "sdpa": "measured"}
+    assert set(bench.seconds("graph")) == {"sdpa"}
+
+
 def test_a_graph_is_captured_anew_for_every_arm_in_every_round():
     bench = Bench().run(["graph"])
     trials, captures = bench.timer.captures[:3], bench.timer.captures[3:]

@@ -47,7 +47,7 @@ class RunSize:
     cases: int  # that the subject serves and that are not finished
     arms: int  # subject, baselines and control
     rounds: int  # in each process
-    workers: int  # processes of gate bench
+    workers: int  # processes of gate bench, those without the subject too
     cells: int  # pairs of a case and one of those processes
     gates: tuple[GateName, ...] = GPU_GATES  # that will run
     over_ranks: bool = False
@@ -105,11 +105,14 @@ def size_of(record: Record) -> RunSize:
     """Return the size of the whole run behind ``record``, however far it came."""
     served = [c for c in record.cases if all(arm.role != "subject" or arm.status != "refused" for arm in c.arms)]
     settings = record.settings
-    workers = settings.processes * len({kind == "kernel" for kind in settings.times})  # kernel time has its own
+    modes = len({kind == "kernel" for kind in settings.times})  # kernel time has processes of its own
+    workers = settings.processes * modes
     arms = 1 + len(record.baselines) + bool(record.baselines)
     ranks = record.environment.ranks is not None
     large = sum(case.work.flops >= _LARGE for case in served) / max(1, len(served))
     cells = len(served) * workers
+    if drawn := len({each.case for each in record.alone}):  # in a process without the subject
+        workers, cells = workers + modes, cells + modes * drawn
     return RunSize(len(served), arms, settings.rounds, workers, cells, over_ranks=ranks, large=large)
 
 

@@ -8,12 +8,14 @@ from dataclasses import replace
 
 from ...errors import SubjectError
 from ..cost.cost import RunSize, size_of
+from ..judge.alone import MOST_CASES
 from ..measure.environment import describe_apart as _read_environment
 from ..ranks.topology import describe_ranks
 from ..records.evidence import GATE_NAMES, Gate, GateName, GateStatus, Record
 from ..records.ledger import GPU_GATES
 from ..subject.subject import hash_sources
 from . import correct, launch, speed, static
+from .alone import plans_alone
 from .resume import adopt, check_resumable, has_cell, kept_note, kept_outcome
 from .run import CHANGED_SOURCES, BudgetSpentError, Outcome, Progress, ProveRequest, Run, check_request, ranks_asked
 
@@ -107,7 +109,12 @@ def _size(run: Run) -> RunSize:
     cells = sum(
         not has_cell(run.cases[case], process, mode) for case in run.todo for mode in run.modes for process in processes
     )
-    return replace(size_of(run.record()), cases=len(run.todo), cells=cells, gates=tuple(gates))
+    size = replace(size_of(run.record()), cases=len(run.todo), cells=cells, gates=tuple(gates))
+    if plans_alone(run) and not run.alone:
+        alone = len(run.modes)
+        more = alone * min(MOST_CASES, len(run.served))
+        size = replace(size, workers=size.workers + alone, cells=size.cells + more)
+    return size
 
 
 def _holds_gpu(run: Run, name: GateName) -> bool:

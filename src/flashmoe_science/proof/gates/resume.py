@@ -87,6 +87,7 @@ def adopt(run: Run, old: Record) -> None:
     """Take over into ``run`` what ``old`` has finished."""
     run.resumed = [Resumed(run=old.id, created_at=old.created_at), *old.resumed]
     run.kept_gates = {gate.name: gate for gate in old.gates if gate.status is GateStatus.PASSED}
+    run.alone = list(old.alone)
     before = {case.name: case for case in old.cases}
     for name in run.served:
         case = before[name]

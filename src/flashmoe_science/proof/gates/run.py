@@ -23,6 +23,7 @@ from ..records.evidence import (
     GATE_NAMES,
     METHOD,
     METHOD_OVER_RANKS,
+    Alone,
     Arm,
     CaseRecord,
     Environment,
@@ -51,7 +52,12 @@ from ..worker import run_task
 _TAIL_LINES = 24
 _LONG_S = 10.0  # of a process, from which on a line of the log says where its seconds went
 NO_GPU = "no NVIDIA GPU here"
-_OF_RANKS = ("tasks:check_correct", "gpu_tasks:capture_launches", "gpu_tasks:measure")  # what ranks do together
+_OF_RANKS = (
+    "tasks:check_correct",
+    "gpu_tasks:capture_launches",
+    "gpu_tasks:measure",
+    "gpu_tasks:measure_alone",
+)  # what ranks do together
 CHANGED_SOURCES = "changed while the run was going on"
 
 
@@ -183,6 +189,7 @@ class Run:
         self.not_built = ""  # why there is nothing to import, where the build is not possible here
         self.lost = ""  # why cases are lacking although the chain came to its end
         self.resumed: list[Resumed] = []
+        self.alone: list[Alone] = []
         self.finished: set[str] = set()  # cases that a resumed run brought whole
         self.timed_otherwise: dict[str, str] = {}  # by case, how timed kernels differ from those of gate launch
         self.kept_gates: dict[GateName, Gate] = {}  # those that it passed
@@ -483,6 +490,7 @@ class Run:
             gates=list(self.gates.values()),
             cases=list(self.cases.values()),
             resumed=self.resumed,
+            alone=self.alone,
         )
 
     def _folder_in_repository(self) -> str | None:

@@ -11,8 +11,9 @@ from typing import Any
 from ..judge.roofline import fewest_seconds
 from ..measure.launches import timed_otherwise
 from ..processes import TaskResult
-from ..records.evidence import CaseRecord, Launch, RankRounds, Rounds, Settings, TimeKind, rates_of
+from ..records.evidence import CaseRecord, GateStatus, Launch, RankRounds, Rounds, Settings, TimeKind, rates_of
 from ..text import counted
+from .alone import check_alone
 from .resume import has_cell, is_wide
 from .run import Outcome, Run, failed, first_of, no_timing, passed
 
@@ -93,7 +94,7 @@ def _idle_sms(run: Run, speedups: Mapping[str, float]) -> str:
 
 
 def measure_fully(run: Run) -> Outcome:
-    """Gate bench: all rounds in all processes; kernel time in processes of its own."""
+    """Gate bench: all rounds in all processes; kernel time in processes of its own; then baselines alone."""
     if run.no_timing_reason:
         return no_timing(run)
     for step in _all_steps(run):
@@ -109,7 +110,8 @@ def measure_fully(run: Run) -> Outcome:
             reason = f"process {step.process} ({step.label}): {run.how_it_ended(result, under_way)}"
             run.lost = f"bench: {reason}"
             return failed(reason, hint=hint, details=tail)
-    return _sum_up(run)
+    outcome = _sum_up(run)
+    return check_alone(run, outcome) if outcome.status is GateStatus.PASSED else outcome
 
 
 def _sum_up(run: Run) -> Outcome:

@@ -30,6 +30,7 @@ from ..subject.loading import load_operator
 from ..subject.operator import ranks_of
 from ..subject.registry import is_user_defined
 from ..text import counted
+from .alone import alone_faults
 from .rank_checks import rank_views, ranks_fault
 from .roofline import known_spec
 
@@ -589,5 +590,5 @@ _OF_A_RECORD: dict[str, Callable[[Record], _Found]] = {
         *(_work, _samples, _arms, _accuracy, _orders, _sensors, _clocks, _gates, _inputs, _launches, _ranks),
         *(_copied_processes, _copied_control, _copied_arms, _dates),
     )
-}
+} | {"alone": alone_faults}
 _WITH_GIT: dict[str, Callable[[_AtCommit, Record], _Found]] = {"commit": _commit, "sources": _sources}

@@ -102,19 +102,19 @@ class Arm:
 
 
 def load_arms(
-    subject: Subject, operator: Operator, baselines: Sequence[str], changes: Callable[[], str] | None = None
+    subject: Subject | None, operator: Operator, baselines: Sequence[str], changes: Callable[[], str] | None = None
 ) -> list[Loaded]:
-    """Import the subject and the baselines, the subject first. What cannot be imported says why.
+    """Import the subject, unless it is None, and the baselines, the subject first. What cannot be imported says why.
 
     ``changes`` says what the subject changed by being imported: of a ``Guard`` that is as old as the process should be.
 
     Raises:
         ProofError: a baseline is unknown, or two arms have one name.
     """
-    names = [subject.name, *baselines]
+    names = [*([] if subject is None else [subject.name]), *baselines]
     if len(set(names)) < len(names):
         raise ProofError(f"subject and baselines must have names of their own, got {', '.join(names)}")
-    loaded = [_load_subject(subject, changes or Guard().changes)]
+    loaded = [] if subject is None else [_load_subject(subject, changes or Guard().changes)]
     known = operator.baselines()
     for name in baselines:
         if name not in known:

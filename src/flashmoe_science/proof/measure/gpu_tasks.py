@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -76,6 +77,17 @@ def measure(payload: dict[str, Any], emit: Emit, opened: Opened | None = None) -
     return {"cases": len(payload["cases"])}
 
 
+def measure_alone(payload: dict[str, Any], emit: Emit, opened: Opened | None = None) -> dict[str, Any]:
+    """Take the times of the baselines in a process that never imports the subject: ``measure`` of all else.
+
+    Returns what that does, and ``imported``: whether the operator's own module has imported the subject after all.
+    """
+    plan = {**payload, "control": False, "thorough": False}
+    result = measure(plan, emit, opened or open_gpu(payload, alone=True))
+    module = Subject.from_json(payload["subject"]).entry_point.partition(":")[0]
+    return {**result, "imported": module in sys.modules}
+
+
 def capture_launches(payload: dict[str, Any], emit: Emit, opened: Opened | None = None) -> dict[str, Any]:
     """Record the kernels that the subject and the baselines run in every case.
 
@@ -97,8 +109,11 @@ def capture_launches(payload: dict[str, Any], emit: Emit, opened: Opened | None 
 
 
 @spending("opening")
-def open_gpu(payload: dict[str, Any], make_timer: Callable[[], Timer] | None = None) -> Opened:
-    """Import the arms and open the GPU. Inputs need no gradient, and nobody pays for asking."""
+def open_gpu(payload: dict[str, Any], make_timer: Callable[[], Timer] | None = None, *, alone: bool = False) -> Opened:
+    """Import the arms and open the GPU. Inputs need no gradient, and nobody pays for asking.
+
+    ``alone``: the baselines, and not the subject.
+    """
     if make_timer is None and not torch.cuda.is_available():
         raise ProofError("no NVIDIA GPU here that torch can use", hint="`flashmoe doctor` says what this machine lacks")
     torch.set_grad_enabled(False)
@@ -107,7 +122,7 @@ def open_gpu(payload: dict[str, Any], make_timer: Callable[[], Timer] | None = N
     subject = Subject.from_json(payload["subject"])
     changes = guard_against(subject)
     operator = operator_of(subject)
-    loaded = arms_module.load_arms(subject, operator, payload["baselines"], changes)
+    loaded = arms_module.load_arms(None if alone else subject, operator, payload["baselines"], changes)
     return operator, loaded, CudaTimer() if make_timer is None else make_timer()
 
 

@@ -101,7 +101,8 @@ def measure_case(
 ) -> dict[str, Any]:
     """Prepare every arm, take the rounds, and check the answers again.
 
-    ``loaded`` has the subject first, then the baselines; ``on_round`` gets the rounds done and their number.
+    ``loaded`` has the subject first, then the baselines, or baselines alone; ``on_round`` gets the rounds done and
+    their number.
 
     Returns:
         ``name``, ``input_sets``, ``input_set_bytes``, ``arms`` (``evidence.Arm``) and ``rounds`` (``evidence.Rounds``,
@@ -130,14 +131,14 @@ def measure_case(
         values = FreshValues(case.operator, case.problem, input_sets, timer.name, sampled=sampled)
         values.begin_round(seeds.next())
         arms = _prepare(case, loaded, plan, timer, input_sets, expected, values, seeds)
-        if arms[0].ready:
+        if _has_times(arms):
             changes = plan.changes or SharedState().changes
             in_cache = _nbytes(input_sets[0]) * len(input_sets) < 2 * timer.l2_bytes
             writer = Writer(values, timer, in_cache=in_cache, seconds_per_set=write_seconds)
             samples = _take_rounds(arms, writer, seeds, plan, timer, on_round, slow=slow / values.parts)
             _check_shared(arms, samples, changes)
             _check_again(arms, samples, values, seeds, timer)
-    rounds = samples.as_rounds(plan.process) if arms[0].ready else None
+    rounds = samples.as_rounds(plan.process) if _has_times(arms) else None
     return {
         "name": case.name,
         "input_sets": max(1, len(input_sets)),
@@ -145,6 +146,11 @@ def measure_case(
         "arms": [_arm_record(arm, timed=rounds is not None).model_dump(mode="json") for arm in arms],
         "rounds": rounds.model_dump(mode="json") if rounds else None,
     }
+
+
+def _has_times(arms: Sequence[Arm]) -> bool:
+    """Return whether a case is timed: where the subject is, or without it any baseline."""
+    return arms[0].ready if arms[0].role == "subject" else any(arm.ready for arm in arms)
 
 
 class _Seeds:
@@ -213,19 +219,19 @@ def _prepare(
     values: FreshValues,
     seeds: _Seeds,
 ) -> list[Arm]:
-    """Return the arms, the subject first; without it the baselines are not even tried. ``expected`` is used up."""
+    """Return the arms, the subject first; where it fails the baselines are not even tried. ``expected`` is used up."""
 
     def prepare(each: Loaded) -> Arm:
         return arms_module.prepare_arm(each, case.operator, case.problem, input_sets, expected, timer)
 
-    subject = prepare(loaded[0])
-    if subject.ready and plan.thorough:
-        wrong = arms_module.check_stream(subject, case.operator, case.problem, input_sets[0], timer, seed=seeds.next())
+    first = prepare(loaded[0])
+    if first.ready and plan.thorough:
+        wrong = arms_module.check_stream(first, case.operator, case.problem, input_sets[0], timer, seed=seeds.next())
         if wrong := agree(wrong, "streams"):
-            subject.fail(wrong)
-    if not subject.ready:
-        return [subject, *(Arm(each, each.name, each.role, "not measured", _NO_SUBJECT) for each in loaded[1:])]
-    arms = [subject, *(prepare(each) for each in loaded[1:])]
+            first.fail(wrong)
+    if not first.ready and first.role == "subject":
+        return [first, *(Arm(each, each.name, each.role, "not measured", _NO_SUBJECT) for each in loaded[1:])]
+    arms = [first, *(prepare(each) for each in loaded[1:])]
     copied = arms_module.control_of(arms) if plan.control else None
     if copied is not None:
         control = prepare(copied)  # its own closures, and later its own captures
@@ -234,8 +240,8 @@ def _prepare(
     expected.clear()  # fp64 of large gradients, of which more are made from here on
     arms_module.find_followers(values, [arm for arm in arms if arm.ready], timer)
     times = 1 if values.slow else _PARTS
-    if plan.thorough and (wrong := agree(arms_module.check_parts(subject, values, timer, times=times), "parts")):
-        subject.fail(wrong)
+    if plan.thorough and (wrong := agree(arms_module.check_parts(first, values, timer, times=times), "parts")):
+        first.fail(wrong)
     return arms
 
 

@@ -37,9 +37,18 @@ def capture_launches(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
 
 def measure(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
     """Take the times of every rank: ``measure.gpu_tasks.measure``."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    opened = gpu_tasks.open_gpu(payload, _join(payload, device))
+    opened = gpu_tasks.open_gpu(payload, _join(payload, _device()))
     return gpu_tasks.measure(payload, _in_step(payload, emit, merge_measured), opened)
+
+
+def measure_alone(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
+    """Take the times of every rank without the subject: ``measure.gpu_tasks.measure_alone``."""
+    opened = gpu_tasks.open_gpu(payload, _join(payload, _device()), alone=True)
+    return gpu_tasks.measure_alone(payload, _in_step(payload, emit, merge_measured), opened)
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @spending("joining")

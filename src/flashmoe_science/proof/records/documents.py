@@ -50,12 +50,13 @@ def record_text(record: Record) -> str:
         for rounds in case["rounds"]:
             _leave_out_if_empty(rounds, "ranks")
     _leave_out_if_empty(document["environment"], "ranks")
+    _leave_out_if_empty(document, "alone")
     document["launches"] = table
     return json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
 
 
 def _leave_out_if_empty(table: dict[str, Any], key: str) -> None:
-    """Keep a record of one rank as it was before there were several."""
+    """Keep a record as it was before there was anything to say under ``key``."""
     if not table[key]:
         del table[key]
 

@@ -279,6 +279,18 @@ class CaseRecord(Model):
         return self
 
 
+class Alone(Model):
+    """What a call of a baseline takes in a process that never imported the subject, and beside it, in seconds."""
+
+    case: str
+    baseline: str
+    kind: TimeKind
+    seconds: list[float]  # a sample for each round of the process without the subject
+    alone: float  # their median
+    beside: float  # the least of the medians of the processes that hold the subject
+    ratio: float  # of beside to alone
+
+
 class Settings(Model):
     """The measuring protocol of a run."""
 
@@ -424,6 +436,7 @@ class Record(Model):
     resumed: list[Resumed] = Field(default_factory=list)  # the runs that it goes on with, the latest first
     begun: Begun | None = None  # None: it took no sample, or is of before the ledger
     compared: Compared | None = None  # of `flashmoe compare` with two revisions
+    alone: list[Alone] = Field(default_factory=list)  # of drawn cases; empty: not taken, as before this was done
 
     @model_validator(mode="before")
     @classmethod
