@@ -174,13 +174,14 @@ class SymmetricMemory:
 
     def sum(self, partial: Tensor) -> Tensor:
         """Read what each rank adds to the tokens of this one. Two ranks are added as they are read."""
-        self.begin(partial.nbytes, partial.device)
         by_rank = torch.unflatten(partial, 0, (self._ranks, -1))
-        message = self.message(by_rank.shape, partial.dtype, partial.device)
-        message.copy_(by_rank)
+        sent = by_rank[1 - self._rank] if self._ranks == 2 else by_rank  # the part of this rank need not travel
+        self.begin(sent.nbytes, partial.device)
+        message = self.message(sent.shape, partial.dtype, partial.device)
+        message.copy_(sent)
         if self._ranks == 2:
-            (_, mine), (_, theirs) = self._arrived(message)
-            return mine[self._rank] + theirs[self._rank]  # type: ignore[no-any-return]
+            _, (_, theirs) = self._arrived(message)
+            return by_rank[self._rank] + theirs  # type: ignore[no-any-return]
         return sum_of_ranks(self.exchange(message))
 
     def _arrived(self, *messages: Tensor) -> list[Any]:
