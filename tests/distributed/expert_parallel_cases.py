@@ -22,6 +22,8 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt-oss": {"bias": True, "activation": "swiglu_clamped", "alpha": 1.5, "limit": 3.0, "interleaved": True},
     "one rank's experts alone": {"most": 2},
     "ids of no expert": {"least": -1},
+    "no gradient of x": {"frozen": "x"},
+    "no gradient of weights of pairs": {"frozen": "topk_weights"},
 }
 
 
@@ -40,7 +42,7 @@ def case(
 ) -> dict[str, float]:
     """Return the largest error of the output and of each gradient, as a share of the largest number."""
     experts, top_k, hidden, inter = sizes
-    options = {key: value for key, value in given.items() if key not in ("bias", "most", "least")}
+    options = {key: value for key, value in given.items() if key not in ("bias", "most", "least", "frozen")}
     rows = inter if options.get("activation") == "relu2" else 2 * inter
     all_tokens = tokens * ep.ranks
     make = torch.Generator().manual_seed(7)
@@ -60,10 +62,11 @@ def case(
     do = random(6, all_tokens, hidden)
 
     def run(call: Callable[..., Tensor], tensors: dict[str, Tensor], ids: Tensor, do: Tensor) -> dict[str, Tensor]:
-        leaves = {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
+        leaves = {name: x.detach().clone().requires_grad_(name != given.get("frozen")) for name, x in tensors.items()}
         out = call(**leaves, topk_ids=ids, **options)
-        found = torch.autograd.grad(out, list(leaves.values()), do)
-        return {"out": out.detach(), **dict(zip(leaves, found, strict=True))}
+        asked = {name: x for name, x in leaves.items() if x.requires_grad}
+        found = torch.autograd.grad(out, list(asked.values()), do)
+        return {"out": out.detach(), **dict(zip(asked, found, strict=True))}
 
     mine = slice(ep.rank * tokens, (ep.rank + 1) * tokens)
     whole = run(fused_moe, {**by_token, **by_expert}, ids, do)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,87 +10,64 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from flashmoe_science.distributed.copies import widened
-from flashmoe_science.distributed.transport import SymmetricMemory
+
+from .symmetric import CPU, Machine, patch_symmetric_memory
 
 
-class _Group:
-    def __init__(self, rank: int, ranks: int) -> None:
-        self._rank, self._ranks = rank, ranks
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._ranks
-
-    def _get_backend(self, _device: torch.device) -> Any:
-        return SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(seconds=90)))
-
-
-class _Handle:
-    """What a rendezvous returns, where all ranks are objects of one process."""
-
-    def __init__(self, buffers: Sequence[Tensor]) -> None:
-        self._buffers = buffers
-
-    def barrier(self, *, timeout_ms: int) -> None:
-        pass
-
-    def get_buffer(self, peer: int, sizes: Sequence[int], dtype: torch.dtype, offset: int) -> Tensor:
-        whole = self._buffers[peer].view(dtype)
-        return whole[offset : offset + torch.Size(sizes).numel()].view(*sizes)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_each_rank_reads_its_part_of_every_message(ranks: int) -> None:
-    buffers = [torch.zeros(2**16, dtype=torch.uint8) for _ in range(ranks)]
-    transports: list[Any] = [SymmetricMemory(_Group(rank, ranks)) for rank in range(ranks)]  # type: ignore[arg-type] # has what is read
-    for transport, buffer in zip(transports, buffers, strict=True):
-        transport._buffer, transport._handle = buffer, _Handle(buffers)
-    device = torch.device("cpu")
-    for _ in range(2):  # the second time in the same places
-        sent: list[list[Tensor]] = []
-        for rank, transport in enumerate(transports):
-            transport.begin(1000, device)
-            messages = [transport.message((ranks, 5, 3), dtype, device) for dtype in (torch.bfloat16, torch.float32)]
-            for number, message in enumerate(messages):
-                message.copy_(torch.arange(message.numel()).view(message.shape) + 100 * rank + 1000 * number)
-            assert messages[0].untyped_storage().data_ptr() == buffers[rank].untyped_storage().data_ptr()
-            sent.append(messages)
-        for rank, transport in enumerate(transports):
-            for number in range(2):
-                received = transport.exchange(sent[rank][number])
-                expected = torch.stack([sent[peer][number][rank] for peer in range(ranks)])
-                assert torch.equal(received, expected)
-
-
-def _transports(ranks: int) -> list[Any]:
-    buffers = [torch.zeros(2**16, dtype=torch.uint8) for _ in range(ranks)]
-    found: list[Any] = [SymmetricMemory(_Group(rank, ranks)) for rank in range(ranks)]  # type: ignore[arg-type] # has what is read
-    for transport, buffer in zip(found, buffers, strict=True):
-        transport._buffer, transport._handle = buffer, _Handle(buffers)
+@pytest.fixture(params=[2, 3])
+def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    found = Machine(request.param)
+    patch_symmetric_memory(monkeypatch, found)
     return found
 
 
-def _writes_then_reads(transports: list[Any], call: Any) -> list[Any]:
-    """Call each rank twice: what it reads the second time, all have written."""
-    for rank, transport in enumerate(transports):
-        call(rank, transport)
-    return [call(rank, transport) for rank, transport in enumerate(transports)]
+def test_each_rank_reads_its_part_of_every_message(machine: Machine) -> None:
+    ranks, dtypes = machine.ranks, (torch.bfloat16, torch.float32)
+
+    def sent(rank: int, turn: int, number: int) -> Tensor:
+        return torch.arange(ranks * 15).view(ranks, 5, 3) + 100 * rank + 1000 * number + 10 * turn
+
+    def call(_rank: int, transport: Any) -> list[list[Tensor]]:
+        found = []
+        for turn in range(2):  # the second time in the same places
+            transport.begin(1000, CPU)
+            messages = [transport.message((ranks, 5, 3), dtype, CPU) for dtype in dtypes]
+            for number, message in enumerate(messages):
+                message.copy_(sent(machine.rank(), turn, number))
+            found.append([transport.exchange(message) for message in messages])
+        return found
+
+    for rank, of_turns in enumerate(machine.run(call)):
+        for turn, received in enumerate(of_turns):
+            for number, dtype in enumerate(dtypes):
+                expected = torch.stack([sent(peer, turn, number)[rank] for peer in range(ranks)]).to(dtype)
+                assert torch.equal(received[number], expected)
+    assert machine.accesses
+    assert not machine.races()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_gather_all_tensors_and_sum_their_own_tokens_in_order(ranks: int) -> None:
-    make = torch.Generator().manual_seed(0)
+def test_ranks_gather_all_tensors_and_sum_their_own_tokens_in_order(machine: Machine) -> None:
+    ranks, make = machine.ranks, torch.Generator().manual_seed(0)
     x = torch.randn(ranks, 5, 16, generator=make).bfloat16()
     ids = torch.randint(0, 9, (ranks, 5, 3), generator=make, dtype=torch.int32)
-    for tokens, numbers in _writes_then_reads(_transports(ranks), lambda rank, t: t.gather([x[rank], ids[rank]])):
+    partial = torch.randn(ranks, ranks * 5, 16, generator=make).bfloat16()
+    weights = torch.randn(ranks, ranks * 5, 2, generator=make)
+
+    def call(rank: int, transport: Any) -> list[Any]:
+        return [
+            transport.gather([x[rank], ids[rank]]),
+            transport.sum([partial[rank], weights[rank]]),
+            transport.sum([weights[rank]]),
+        ]
+
+    for rank, ((tokens, numbers), (total, of_weights), (again,)) in enumerate(machine.run(call)):
+        own = slice(rank * 5, rank * 5 + 5)
         assert torch.equal(tokens, x.flatten(0, 1))
         assert torch.equal(numbers, ids.flatten(0, 1))
-    partial = torch.randn(ranks, ranks * 5, 16, generator=make).bfloat16()
-    found = _writes_then_reads(_transports(ranks), lambda rank, t: t.sum(partial[rank]))
-    for rank, total in enumerate(found):
-        assert torch.equal(total, partial[:, rank * 5 : rank * 5 + 5].float().sum(0).bfloat16())
+        assert torch.equal(total, partial[:, own].float().sum(0).bfloat16())
+        assert torch.equal(of_weights, weights[:, own].sum(0))
+        assert torch.equal(again, of_weights)
+    assert not machine.races()
 
 
 @pytest.mark.parametrize(("columns", "wide"), [(32, True), (16, True), (12, False)])
@@ -116,25 +90,27 @@ def test_other_rows_stay_as_they_are(odd: str) -> None:
 
 
 def test_a_larger_buffer_is_used_once_all_ranks_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(1)
+    patch_symmetric_memory(monkeypatch, machine)
     met = [True, False, True]
 
-    def rendezvous(buffer: Tensor, _group: Any) -> _Handle:
+    def rendezvous(buffer: Tensor, group: Any) -> Any:
         if not met.pop(0):
             raise ValueError("a rank did not come")
-        return _Handle([buffer, buffer])
+        return machine.meet(buffer, group)
 
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
-    monkeypatch.setattr(symmetric_memory, "empty", torch.empty)
     monkeypatch.setattr(symmetric_memory, "rendezvous", rendezvous)
-    transport: Any = SymmetricMemory(_Group(0, 2))  # type: ignore[arg-type] # has what is read
-    device = torch.device("cpu")
-    transport.begin(1000, device)
-    assert transport._timeout_ms == 90_000
-    small, handle = transport._buffer, transport._handle
-    with pytest.raises(ValueError, match="did not come"):
-        transport.begin(10**6, device)
-    assert transport._buffer is small
-    assert transport._handle is handle
-    transport.begin(10**6, device)
-    assert transport._buffer.numel() >= 10**6
-    assert [before is small for before in transport._before] == [True]  # a CUDA graph may hold its address
+
+    def call(_rank: int, transport: Any) -> None:
+        transport.begin(1000, CPU)
+        assert transport._timeout_ms == 90_000
+        small, handle = transport._buffer, transport._handle
+        with pytest.raises(ValueError, match="did not come"):
+            transport.begin(10**6, CPU)
+        assert transport._buffer is small
+        assert transport._handle is handle
+        transport.begin(10**6, CPU)
+        assert transport._buffer.numel() >= 10**6
+        assert [before is small for before in transport._before] == [True]  # a CUDA graph may hold its address
+
+    machine.run(call)

@@ -208,8 +208,10 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """Sum those that are asked for."""
-        asked = zip(gradients, ctx.needs_input_grad[1:], strict=True)
-        return None, *(ctx.transport.sum(x) if needed else None for x, needed in asked)
+        asked = ctx.needs_input_grad[1:]
+        partials = [x for x, needed in zip(gradients, asked, strict=True) if needed]
+        found = iter(ctx.transport.sum(partials))
+        return None, *(next(found) if needed else None for needed in asked)
 
 
 class _Sum(torch.autograd.Function):
@@ -219,7 +221,7 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, transport: Transport, partial: Tensor) -> Tensor:
         """Sum."""
         ctx.transport = transport
-        return transport.sum(partial)
+        return transport.sum([partial])[0]
 
     @staticmethod
     @once_differentiable

@@ -45,8 +45,8 @@ class Transport(Protocol):
     def gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return ``[W * n, ...]`` of all ranks, from ``[n, ...]`` of each: one exchange, with its own ``begin``."""
 
-    def sum(self, partial: Tensor) -> Tensor:
-        """Return ``[n, ...]``, the sum over ranks for this one, of ``[W * n, ...]``; likewise.
+    def sum(self, partials: Sequence[Tensor]) -> list[Tensor]:
+        """Return of each ``[W * n, ...]`` the sum over ranks for this one, ``[n, ...]``; likewise.
 
         Ranks are added in fp32 and in their order: the same bits in every run.
         """
@@ -86,9 +86,10 @@ class Collectives:
         found = gather_tokens(first, layout, self._group)
         return [found, *(gather_together(others, layout, self._group) if others else ())]
 
-    def sum(self, partial: Tensor) -> Tensor:
-        """Exchange, and add."""
-        return sum_of_ranks(self.exchange(torch.unflatten(partial, 0, (self._group.size(), -1)).contiguous()))
+    def sum(self, partials: Sequence[Tensor]) -> list[Tensor]:
+        """Exchange, and add: a message for each."""
+        by_rank = [torch.unflatten(x, 0, (self._group.size(), -1)).contiguous() for x in partials]
+        return [sum_of_ranks(self.exchange(x)) for x in by_rank]
 
 
 class SymmetricMemory:
@@ -161,28 +162,35 @@ class SymmetricMemory:
     def gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Read the tensors of each rank."""
         device, n = tensors[0].device, tensors[0].shape[0]
-        self.begin(sum(x.nbytes for x in tensors), device)
-        messages = [self.message(x.shape, x.dtype, device) for x in tensors]
-        for message, x in zip(messages, tensors, strict=True):
-            message.copy_(x)
+        messages = self._write(tensors)
         found = [torch.empty((self._ranks * n, *x.shape[1:]), dtype=x.dtype, device=device) for x in tensors]
-        arrived = self._arrived(*messages)
-        for peer, *theirs in arrived:
+        for peer, *theirs in self._arrived(*messages):
             for whole, part in zip(found, theirs, strict=True):
                 whole[peer * n : (peer + 1) * n].copy_(part)
         return found
 
-    def sum(self, partial: Tensor) -> Tensor:
+    def sum(self, partials: Sequence[Tensor]) -> list[Tensor]:
         """Read what each rank adds to the tokens of this one. Two ranks are added as they are read."""
-        by_rank = torch.unflatten(partial, 0, (self._ranks, -1))
-        sent = by_rank[1 - self._rank] if self._ranks == 2 else by_rank  # the part of this rank need not travel
-        self.begin(sent.nbytes, partial.device)
-        message = self.message(sent.shape, partial.dtype, partial.device)
-        message.copy_(sent)
-        if self._ranks == 2:
-            _, (_, theirs) = self._arrived(message)
-            return by_rank[self._rank] + theirs  # type: ignore[no-any-return]
-        return sum_of_ranks(self.exchange(message))
+        by_rank = [torch.unflatten(x, 0, (self._ranks, -1)) for x in partials]
+        two = self._ranks == 2
+        messages = self._write([x[1 - self._rank] for x in by_rank] if two else by_rank)  # of two, a part stays here
+        arrived = self._arrived(*messages)
+        if two:
+            return [x[self._rank] + theirs for x, theirs in zip(by_rank, arrived[1][1:], strict=True)]
+        received = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in messages]
+        for peer, *theirs in arrived:
+            for whole, part in zip(received, theirs, strict=True):
+                whole[peer].copy_(part[self._rank])
+        return [sum_of_ranks(x) for x in received]
+
+    def _write(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Begin, and return messages that hold these tensors."""
+        device = tensors[0].device
+        self.begin(sum(x.nbytes for x in tensors), device)
+        messages = [self.message(x.shape, x.dtype, device) for x in tensors]
+        for message, x in zip(messages, tensors, strict=True):
+            message.copy_(x)
+        return messages
 
     def _arrived(self, *messages: Tensor) -> list[Any]:
         """Wait until all have written; return each rank and its messages, the next one first: all links are used."""
