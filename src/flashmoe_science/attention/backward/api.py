@@ -11,14 +11,12 @@ from ...gpu.checks import check_not_mapped, check_not_mixed, check_tensor
 from ...gpu.subclasses import is_traced
 from ..checks import check_saved, check_tensors, named_gradients, seed_of
 from ..context_parallel import refuse_context_parallel
-from ..inputs import Options, check_all_options, gpu_of, problem_of, refuse_tangents
-from .autograd import forced_kernel, gradients_of
-from .plan import BackwardPlan, check_backward_kernel_name, plan_backward
-from .problem import BackwardProblem, fields_of_wanted
+from ..inputs import Options, check_all_options, problem_of, refuse_tangents
+from .autograd import gradients_of, plan_of_gradients
+from .plan import BackwardPlan, check_backward_kernel_name
 
 if TYPE_CHECKING:
     from ..inputs import AnyMask
-    from ..problem import AttentionProblem
 
 
 def flash_attention_backward(
@@ -139,14 +137,3 @@ def explain_gradients(
     )  # fmt: skip
     named = {"q": q, "k": k, "v": v, "sinks": sinks, "bias": bias}
     return plan_of_gradients(forward, named, has_dlse=return_lse, kernel=kernel)
-
-
-def plan_of_gradients(
-    forward: AttentionProblem, named: Mapping[str, Tensor | None], *, has_dlse: bool, kernel: str
-) -> BackwardPlan:
-    """Return the plan of the gradients of those tensors that require grad, or of all where none does."""
-    given = {name: tensor for name, tensor in named.items() if tensor is not None}
-    wanted = [name for name, tensor in given.items() if tensor.requires_grad] or [*given]
-    check_backward_kernel_name(kernel)
-    problem = BackwardProblem(forward, has_dlse=has_dlse, **fields_of_wanted(forward, given, wanted))
-    return plan_backward(problem, gpu_of(given["q"]), forced_kernel(kernel))

@@ -16,11 +16,12 @@ from ...gpu.device import gpu_at
 from ...gpu.subclasses import is_traced
 from ..checks import check_fake
 from ..forward.calls import remember, run
-from ..inputs import DIFFERENTIABLE, AttentionCall, Options, layouts_of, refuse_tangents
+from ..inputs import DIFFERENTIABLE, AttentionCall, Options, gpu_of, layouts_of, refuse_tangents
 from ..packed import check_own_keys, planned_lengths
+from ..problem import AttentionProblem
 from .calls import Call, add_to_sums, allocate_gradient, prepare_backward
-from .plan import BACKWARD_KERNEL, check_backward_kernel_name, plan_backward
-from .problem import backward_problem_of, check_backward_operator
+from .plan import BACKWARD_KERNEL, BackwardPlan, check_backward_kernel_name, plan_backward
+from .problem import BackwardProblem, backward_problem_of, check_backward_operator, fields_of_wanted
 
 # Tensors besides q, k and v that a call with gradients may have, in the order in which its operator takes them.
 OPTIONAL = ("sinks", "alibi", "bias", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "dropout_seed")
@@ -119,6 +120,17 @@ def forced_kernel(kernel: str) -> str:
         return kernel
     check_backward_kernel_name(forced, BACKWARD_KERNEL)
     return forced
+
+
+def plan_of_gradients(
+    forward: AttentionProblem, named: Mapping[str, Tensor | None], *, has_dlse: bool, kernel: str
+) -> BackwardPlan:
+    """Return the plan of the gradients of those tensors that require grad, or of all where none does."""
+    given = {name: tensor for name, tensor in named.items() if tensor is not None}
+    wanted = [name for name, tensor in given.items() if tensor.requires_grad] or [*given]
+    check_backward_kernel_name(kernel)
+    problem = BackwardProblem(forward, has_dlse=has_dlse, **fields_of_wanted(forward, given, wanted))
+    return plan_backward(problem, gpu_of(given["q"]), forced_kernel(kernel))
 
 
 def attention_gradients(

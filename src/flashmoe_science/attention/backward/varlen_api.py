@@ -13,8 +13,7 @@ from ..checks import check_attended_packed, check_saved, named_gradients, seed_o
 from ..context_parallel import refuse_context_parallel
 from ..inputs import Options, check_all_options, refuse_tangents
 from ..packed import check_values, packed_problem, planned_lengths
-from .api import plan_of_gradients
-from .autograd import gradients_of
+from .autograd import gradients_of, plan_of_gradients
 from .plan import BackwardPlan, check_backward_kernel_name
 
 
