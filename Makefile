@@ -64,8 +64,9 @@ format: env-dev ## format the code and mend what ruff can mend
 format-check: env-dev
 	$(RUN) -m ruff format --check .
 
-readme: env-proof ## render README's table and pictures from claims/ and evidence/
+readme: env-proof ## render README's table and pictures, and what became of older claims, from claims/ and evidence/
 	$(RUN) -m flashmoe_science readme
+	$(RUN) tools/claims_since.py --write
 	$(RUN) tools/readme_pictures.py
 
 docs: env-proof env-docs ## build the documentation into site/, with the pages of speeds from claims/ and evidence/
