@@ -286,7 +286,7 @@ def test_sequences_and_pages_have_the_scale_of_the_same_attention():
 
 
 def test_chunks_of_rows_and_heads_change_nothing(monkeypatch):
-    from flashmoe_science.operators import attention_scale as module
+    from flashmoe_science.operators.attention_scale import scale as module
 
     operator: Any = load_operator("attention_train")
     problem = operator.parse_case({**SMALL["attention_train"], "heads_kv": 1, "dtype": "bf16"})

@@ -202,6 +202,18 @@ def _weigh_rows(
     sinks: Tensor | None,
     slopes: Tensor | None,
     bias: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return exp(s - top), its sum with the sinks', top, and tanh of the scores where there is a softcap."""
+    scores, capped = _score_rows(q, k, slopes, bias, **options)
+    return *_exponentials(scores, sinks), capped
+
+
+def _score_rows(
+    q: Tensor,
+    k: Tensor,
+    slopes: Tensor | None,
+    bias: Tensor | None,
     *,
     position: int,
     scale: float,
@@ -209,8 +221,8 @@ def _weigh_rows(
     window: tuple[int, int],
     softcap: float,
     mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return exp(s - top), its sum with the sinks', top, and tanh of the scores where there is a softcap."""
+) -> tuple[Tensor, Tensor | None]:
+    """Return the scores, -inf of hidden keys, and their tanh where there is a softcap."""
     scores = _by_group(q, k.mT) * scale
     capped = None
     if softcap:
@@ -225,6 +237,11 @@ def _weigh_rows(
     _hide(scores, ahead, causal=causal, window=window)
     if mask is not None:
         scores.masked_fill_(~mask, -torch.inf)
+    return scores, capped
+
+
+def _exponentials(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return exp(s - top), its sum with the sinks', and top."""
     # Not exp(s - lse): beside a bias of -3e38, a common mask, the logarithm of the sum is lost.
     top = scores.detach().amax(-1)
     if sinks is not None:
@@ -234,7 +251,7 @@ def _weigh_rows(
     total = weights.sum(-1)
     if sinks is not None:
         total = total + torch.exp(sinks[..., None] - top)
-    return weights, total, top, capped
+    return weights, total, top
 
 
 @without_autocast

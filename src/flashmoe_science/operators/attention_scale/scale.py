@@ -4,6 +4,9 @@ P is rounded before the product with V, and scores may be, before or after the m
 eager run does so. So an element of P has a relative error of u (1 + |s|), where s is the score or its distance to the
 row's maximum, whichever is larger. The sum of q . k in fp32 adds to that, and so does q times the scale, which is
 rounded before that sum unless the scale is a power of two.
+
+On a GPU kernels do the elementwise work, and products of 16-bit inputs are by TF32 where that changes a scale by less
+than a thousandth: not those of which little may be left, the scores, dp, o of delta, and the mean of keys.
 """
 
 from __future__ import annotations
@@ -11,59 +14,57 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..attention.reference import _grouped, _of_heads, _weigh_rows, heads_at_once, keys_seen
-from ..gpu.ambient import without_autocast
-from .error_scale import FIRST_SUMS, WIDE, Estimate, Format, Scale, independent_terms
+from ...attention.reference import _by_group, _grouped, _of_heads, _score_rows, heads_at_once, keys_seen
+from ...errors import UnsupportedError
+from ...gpu.ambient import without_autocast
+from ..error_scale import FIRST_SUMS, WIDE, Estimate, Format, Scale, coarse_products, terms_of
+from .errors import ds_with_errors, p_with_errors
 
-_CHUNK_SCORES = 1 << 26  # 256 MiB in fp32
-_NEVER = 1e-30  # a factor of P so small adds nothing, and its square is no number of fp32
+_CHUNK_SCORES = 1 << 26  # 256 MiB in fp32, of which up to 14 are alive at once
+
+
+_Product = Callable[[Tensor, Tensor], Tensor]
+
+
+def _coarse(product: _Product, is_coarse: bool) -> _Product:  # noqa: FBT001
+    """Return it by TF32, where it may be."""
+    by_tf32: _Product = coarse_products(product)
+
+    def multiply(rows: Tensor, columns: Tensor) -> Tensor:
+        shifted = columns * (2**13 + 1)  # rounded to TF32, as a GPU cuts off what it has not
+        return by_tf32(rows, shifted - (shifted - columns))
+
+    return multiply if is_coarse else product
 
 
 @dataclass
 class _Scores:
-    """P or its gradient with their errors, before any sum in fp32: ``[N, G, M, S]``, one pass of memory for each step.
-
-    They are the largest tensors here by far, so that steps work in place.
-    """
+    """P or its gradient with their errors, before any sum in fp32: ``[N, G, M, S]``."""
 
     value: Tensor
     size: Tensor  # of the value
     bound: Tensor
     variance: Tensor
-
-    def add_error(self, bound: Tensor, factor: float) -> None:
-        """Add an independent error of uniform distribution, within ``factor`` times ``bound``."""
-        self.bound.add_(bound, alpha=factor)
-        self.variance.addcmul_(bound, bound, value=factor**2 / 3)
+    terms: Tensor  # how many independent errors each row, or each key's column, has in the product that follows
+    is_coarse: bool  # a GPU multiplies by TF32, which takes 16-bit factors as they are
 
     def multiplied(self, matrix: Tensor) -> Estimate:
         """Return the product with an exact ``matrix``, ``[N, 1, S, X]``, summed in fp32."""
-        return self._sums(matrix, lambda scores, columns: scores @ columns, self.value.shape[-1])
+        return self._sums(matrix, _by_group, self.value.shape[-1])
 
     def transposed_times(self, matrix: Tensor) -> Estimate:
         """Return the product with ``[N, G, M, X]`` summed over rows of all G heads, ``[N, 1, S, X]``."""
         columns = matrix.flatten(1, 2)[:, None]
         return self._sums(columns, lambda scores, x: scores.flatten(1, 2).mT[:, None] @ x, columns.shape[2])
 
-    def independent(self, matrix: Tensor) -> Tensor:
-        """Return of how many independent errors each row of that product is made, ``[N, G, M, 1]``.
-
-        A row of the matrix has one error in common, and the larger it is the more it counts.
-        """
-        return independent_terms(self.variance * matrix.square().sum(-1)[..., None, :])
-
-    def transposed_independent(self, matrix: Tensor) -> Tensor:
-        """Return the same of the transposed product, ``[N, 1, S, 1]``."""
-        size = matrix.square().sum(-1, keepdim=True)
-        return independent_terms((self.variance * size).flatten(1, 2), 1).mT[:, None]
-
-    def _sums(self, matrix: Tensor, product: Callable[[Tensor, Tensor], Tensor], terms: int) -> Estimate:
+    def _sums(self, matrix: Tensor, product: _Product, terms: int) -> Estimate:
+        product = _coarse(product, self.is_coarse)
         size = matrix.abs()
         wide = product(self.size, size) * (WIDE * (FIRST_SUMS + math.sqrt(terms)))
         return Estimate(
@@ -82,8 +83,8 @@ class _Rows:
     q: Tensor  # [N, G, M, D]
     k: Tensor  # [N, 1, S, D]: of the S keys that they may see
     v: Tensor  # [N, 1, S, DV]
-    p: _Scores  # [N, G, M, S]
-    slope: Tensor | None  # [N, G, M, S]: the derivative of the softcap
+    p: _Scores  # [N, G, M, S]; terms of each row
+    capped: Tensor | None  # [N, G, M, S]: tanh of the softcap
 
 
 def _chunks(
@@ -106,6 +107,7 @@ def _chunks(
     rows = max(1, min(seqlen_q, _CHUNK_SCORES // max(1, group * seqlen_k)))
     at_once = heads_at_once(heads_kv, 2 * rows * group * seqlen_k)
     low = Format.of(q.dtype)
+    is_coarse = q.is_cuda and all(each.dtype.itemsize == 2 for each in (q, k, v))
     shown = _of_heads(mask, batch, heads)
 
     def grouped(tensor: Tensor) -> Tensor:
@@ -120,46 +122,45 @@ def _chunks(
             k[b, its, None, :end].float(),
             v[b, its, None, :end].float(),
         )
-        more = (
+        its_sinks, *added = (
             None if sinks is None else grouped(sinks[mine]),
             None if alibi is None else grouped(alibi.expand(batch, heads)[b, mine]),
             None if bias is None else grouped(bias.expand(batch, heads, -1, -1)[b, mine, chunk, :end]),
         )
-        weights, total, top, capped = _weigh_rows(
-            some_q, some_k, *more,
+        scores, capped = _score_rows(
+            some_q, some_k, *added,
             position=first + seqlen_k - seqlen_q, scale=scale, causal=causal, window=window, softcap=softcap,
             mask=None if shown is None else _grouped(shown(b, mine, chunk)[..., :end], group),
         )  # fmt: skip
-        total = torch.where(total == 0, 1.0, total)[..., None]
-        own = softcap * capped if capped is not None else some_q @ some_k.mT * scale
-        below = weights.clamp_min(_NEVER).log_().neg_()
-        added = None  # a score and what is added to it: their sum is rounded once more
-        if any(each is not None for each in more[1:]):
-            added = (top[..., None] - below).abs_().clamp_max_(1 / low.u)
-        rounded = torch.maximum(below, own.abs_())  # of scores, before and after the maximum is subtracted
-        p = weights.div_(total)
-        stored = (p > 0) * (low.tiny / total)
-        stored.add_(p, alpha=low.u)  # P, before it is divided by the sum
-        scores = _Scores(p, p, stored.clone(), stored.square_().div_(3))
-        rounded.mul_(p)
-        bound, squares = rounded, rounded.square()
-        if added is not None:
-            bound.add_(added.mul_(p))
-            squares.addcmul_(added, added)
-        lengths = some_q.norm(dim=-1, keepdim=True) * abs(scale) * some_k.norm(dim=-1)[..., None, :]
-        lengths.mul_(p)
-        scores.add_error(lengths, 2 * WIDE)
-        scores.bound.add_(lengths, alpha=WIDE * math.sqrt(head_dim))
+        own = None  # scores before anything is added, which rounds them once more
+        if any(each is not None for each in added):
+            own = _by_group(some_q, some_k.mT) * scale if capped is None else softcap * capped
+        products = None
         if math.frexp(scale)[0] not in (0.5, -0.5):  # q times the scale is rounded, in each product of the sum
-            bound.add_(lengths)
-            products = some_q.square() @ some_k.square().mT
-            squares.add_(products.mul_(p).mul_(p), alpha=scale**2)
-        # Scores that are rounded change the sum as well, and with it each element.
-        scores.bound.add_(bound, alpha=low.u).addcmul_(p, low.u * bound.sum(-1, keepdim=True))
-        squares.addcmul_(p, p * squares.sum(-1, keepdim=True))
-        scores.variance.add_(squares, alpha=low.u**2 / 3)
-        slope = None if capped is None else 1 - capped.square()
-        yield _Rows(b, mine, its, chunk, some_q, some_k, some_v, scores, slope)
+            products = _coarse(_by_group, is_coarse)((some_q * scale).square(), some_k.square().mT)
+        lengths = some_q.norm(dim=-1) * abs(scale), some_k.norm(dim=-1)
+        of_p, _ = _forms(scores)
+        p, bound, variance, spread = of_p(
+            scores, its_sinks, own, products, lengths, some_v.square().sum(-1), low=low, head_dim=head_dim
+        )
+        yield _Rows(
+            b, mine, its, chunk, some_q, some_k, some_v, _Scores(p, p, bound, variance, terms_of(*spread), is_coarse),
+            capped,
+        )  # fmt: skip
+
+
+def _forms(scores: Tensor) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return what computes P and its gradient with their errors: kernels, where there are some for this device."""
+    if scores.is_cuda:
+        try:
+            from . import errors_triton as kernels
+
+            kernels.refuse_device(scores.device)
+        except (ImportError, UnsupportedError):
+            pass
+        else:
+            return kernels.p_with_errors, kernels.ds_with_errors
+    return p_with_errors, ds_with_errors
 
 
 @without_autocast
@@ -171,8 +172,7 @@ def forward_scale(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Scale:
     if largest.numel() and k.shape[2]:
         for rows in _chunks(q, k, v, **options):
             o = rows.p.multiplied(rows.v).rounded(Format.of(q.dtype))
-            found = o.scale(rows.p.independent(rows.v))
-            for whole, part in zip((largest, rms), found, strict=True):
+            for whole, part in zip((largest, rms), o.scale(rows.p.terms), strict=True):
                 whole[rows.sequence, rows.heads, rows.rows] = part.flatten(0, 1)
     return Scale(largest, rms)
 
@@ -195,58 +195,63 @@ def step_scale(
     for rows in chunks:
         p = rows.p
         gradient = do[rows.sequence, rows.heads, rows.rows].float().reshape(*rows.q.shape[:3], -1)  # [N, G, M, DV]
-        o = p.multiplied(rows.v).rounded(low)
-        for whole, part in zip(allowed, o.scale(p.independent(rows.v)), strict=True):
+        o = p.multiplied(rows.v)
+        o.value = _by_group(p.value, rows.v)  # of delta and dp little may be left
+        o = o.rounded(low)
+        for whole, part in zip(allowed, o.scale(p.terms), strict=True):
             whole[rows.sequence, rows.heads, rows.rows] = part.flatten(0, 1)
-        p.add_error((p.value > 0) * low.tiny, 1.0)  # gradients are sums of P that is divided by its sum
-        delta = (gradient * o.value).sum(-1, keepdim=True)
-        of_sum = WIDE * gradient.norm(dim=-1, keepdim=True)  # of a sum of products with do, times the other's length
-        delta_bound = (gradient.abs() * o.bound).sum(-1, keepdim=True) + 2 * of_sum * o.value.norm(dim=-1, keepdim=True)
-        delta_variance = (gradient * gradient * o.variance).sum(-1, keepdim=True)
-        delta_variance += (2 * of_sum * o.value.norm(dim=-1, keepdim=True)).square() / 3
-        ds = _scores_gradient(rows, gradient, delta, of_sum, low)
-        sums["dq"].add(rows.sequence, rows.heads, rows.rows, _dq(ds, p, delta_bound, delta_variance, rows.k, scale))
-        # Each row has one error of delta, so it is independent in the sums over rows.
-        ds.bound.addcmul_(p.value, delta_bound)
-        ds.variance.addcmul_(p.value * delta_variance, p.value)
+        delta = _Delta.of(o, gradient)
+        of_rows, of_keys, of_values = _gradients(rows, gradient, delta, low)
+        sums["dq"].add(rows.sequence, rows.heads, rows.rows, _dq(of_rows, p, delta, rows.k, scale))
         keys = slice(rows.k.shape[2])
-        for name, left, right, factor in (("dk", ds, rows.q, scale), ("dv", p, gradient, 1.0)):
-            found = left.transposed_times(right).times(factor), left.transposed_independent(right)
+        for name, left, right, factor in (("dk", of_keys, rows.q, scale), ("dv", of_values, gradient, 1.0)):
+            found = left.transposed_times(right).times(factor), left.terms
             sums[name].add(rows.sequence, rows.heads_kv, keys, found)
     return allowed, sums["dq"].scale(low), sums["dk"].scale(low), sums["dv"].scale(low)
 
 
-def _scores_gradient(rows: _Rows, gradient: Tensor, delta: Tensor, of_sum: Tensor, low: Format) -> _Scores:
-    """Return ds = P (dp - delta) with its errors but for that of delta. ``of_sum``: of dp's sums, for V of length 1."""
+@dataclass(frozen=True)
+class _Delta:
+    """The sum of do . o of each row with its error, ``[N, G, M, 1]``."""
+
+    value: Tensor
+    bound: Tensor
+    variance: Tensor
+    of_sum: Tensor  # the error of a sum of products with do, times the other's length
+
+    @classmethod
+    def of(cls, o: Estimate, gradient: Tensor) -> _Delta:
+        of_sum = WIDE * gradient.norm(dim=-1, keepdim=True)
+        wide = 2 * of_sum * o.value.norm(dim=-1, keepdim=True)
+        return cls(
+            (gradient * o.value).sum(-1, keepdim=True),
+            (gradient.abs() * o.bound).sum(-1, keepdim=True) + wide,
+            (gradient * gradient * o.variance).sum(-1, keepdim=True) + wide.square() / 3,
+            of_sum,
+        )
+
+
+def _gradients(rows: _Rows, gradient: Tensor, delta: _Delta, low: Format) -> tuple[_Scores, _Scores, _Scores]:
+    """Return ds as the sums over keys need it, ds as those over rows do, and P as it is summed over rows."""
     p = rows.p
-    dp = gradient @ rows.v.mT
-    change = dp - delta
-    value = p.value * change
-    change.abs_()
-    bound = p.bound * change
-    ds = _Scores(value, value.abs(), bound, (p.variance * change).mul_(change))
-    ds.add_error(dp.abs_().mul_(p.value), low.u)  # dp, as a framework's eager run rounds it
-    lengths = of_sum * rows.v.norm(dim=-1)[..., None, :]
-    ds.add_error(lengths.mul_(p.value), 2.0)
-    own = (p.value > 0) * low.tiny
-    ds.add_error(own.add_(ds.size, alpha=low.u), 1.0)
-    if rows.slope is not None:
-        turned = (1 - rows.slope) * ds.size  # tanh is rounded
-        for each, factor in ((ds.value, rows.slope), (ds.size, rows.slope), (ds.bound, rows.slope)):
-            each.mul_(factor.abs())
-        ds.variance.mul_(rows.slope.square())
-        ds.add_error(turned, 2 * low.u)
-    return ds
+    _, of_ds = _forms(p.value)
+    squares = [each.square().sum(-1) for each in (rows.q, gradient, rows.k)]
+    ds, size, bound, variance, all_bound, all_variance, of_rows, of_keys, of_values = of_ds(
+        (p.value, p.bound, p.variance), _by_group(gradient, rows.v.mT), rows.capped,
+        (delta.value, delta.of_sum, delta.bound, delta.variance), rows.v.norm(dim=-1), squares, low=low,
+    )  # fmt: skip
+    return (
+        _Scores(ds, size, bound, variance, terms_of(*of_rows), p.is_coarse),
+        _Scores(ds, size, all_bound, all_variance, terms_of(*of_keys), p.is_coarse),
+        replace(p, terms=terms_of(*of_values)),
+    )
 
 
-def _dq(
-    ds: _Scores, p: _Scores, delta_bound: Tensor, delta_variance: Tensor, k: Tensor, scale: float
-) -> tuple[Estimate, Tensor]:
+def _dq(ds: _Scores, p: _Scores, delta: _Delta, k: Tensor, scale: float) -> tuple[Estimate, Tensor]:
     """Return a row's sum over keys: the row's one error of delta is common to all of them."""
-    dq, mean = ds.multiplied(k), p.value @ k
-    dq.bound, dq.variance = dq.bound + delta_bound * mean.abs(), dq.variance + delta_variance * mean.square()
-    terms = torch.minimum(ds.independent(k), torch.tensor(2.0, device=k.device))
-    return dq.times(scale), terms
+    dq, mean = ds.multiplied(k), _by_group(p.value, k)  # the mean of keys may be small beside their sizes
+    dq.bound, dq.variance = dq.bound + delta.bound * mean.abs(), dq.variance + delta.variance * mean.square()
+    return dq.times(scale), ds.terms.clamp_max(2.0)
 
 
 class _Sum:
