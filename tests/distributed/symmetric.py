@@ -6,7 +6,6 @@ different ranks are ordered if a barrier lies between them, and only then: how l
 
 from __future__ import annotations
 
-import functools
 import itertools
 import threading
 from collections.abc import Callable, Sequence
@@ -23,7 +22,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flashmoe_science.distributed import transport
 from flashmoe_science.distributed.transport import SymmetricMemory
 
 CPU = torch.device("cpu")
@@ -89,29 +87,6 @@ class Machine:
                 assert tensor.is_contiguous()
                 self.accesses.append(Access(rank, self.barriers[rank], start, start + tensor.nbytes, writes))
 
-    def capture(self, call: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Return what runs again what torch and barriers do in a call, at the same addresses, and what that found.
-
-        The call itself counts as nothing, as a GPU does not run what it captures.
-        """
-        self._meeting.wait()  # its values must not disturb what another rank reads
-        steps = self._rank.captured = []
-        found = call()
-        self._rank.captured = None
-        self._meeting.wait()
-
-        def replay() -> Tensor:
-            for step in steps:
-                step()
-            return found
-
-        return replay
-
-    @property
-    def captured(self) -> list[Callable[[], Any]] | None:
-        """What this thread has captured by now; None: it runs what it calls."""
-        return getattr(self._rank, "captured", None)
-
     # What a group has.
     def rank(self) -> int:
         return self._rank.value  # type: ignore[no-any-return]
@@ -125,9 +100,6 @@ class Machine:
     # What a rendezvous returns.
     def barrier(self, *, timeout_ms: int) -> None:
         assert timeout_ms == 90_000
-        if self.captured is not None:
-            self.captured.append(functools.partial(self.barrier, timeout_ms=timeout_ms))
-            return
         self._meeting.wait()
         self.barriers[self._rank.value] += 1
 
@@ -154,31 +126,14 @@ class _Watch(TorchDispatchMode):
         self._machine = machine
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
         if not func.is_view:
             named = dict(zip((x.name for x in func._schema.arguments), args, strict=False)) | (kwargs or {})
-            used = [
-                (tensor, x.alias_info is not None and x.alias_info.is_write)
-                for x in func._schema.arguments
-                for tensor in tree_leaves(named.get(x.name))
-                if isinstance(tensor, Tensor)
-            ]
-
-            def note() -> None:
-                for tensor, writes in used:
-                    self._machine.note(tensor, writes=writes)
-
-            def again() -> None:
-                note()
-                made = func(*args, **(kwargs or {}))
-                if made.data_ptr() != found.data_ptr():
-                    found.copy_(made)
-
-            if self._machine.captured is None:
-                note()
-            elif used:  # else it makes an empty tensor
-                self._machine.captured.append(again)
-        return found
+            for argument in func._schema.arguments:
+                writes = argument.alias_info is not None and argument.alias_info.is_write
+                for tensor in tree_leaves(named.get(argument.name)):
+                    if isinstance(tensor, Tensor):
+                        self._machine.note(tensor, writes=writes)
+        return func(*args, **(kwargs or {}))
 
 
 def patch_symmetric_memory(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
@@ -186,4 +141,3 @@ def patch_symmetric_memory(monkeypatch: pytest.MonkeyPatch, machine: Machine) ->
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
     monkeypatch.setattr(symmetric_memory, "empty", torch.empty)
     monkeypatch.setattr(symmetric_memory, "rendezvous", machine.meet)
-    monkeypatch.setattr(transport, "_is_captured", lambda _device: machine.captured is not None)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,9 +9,7 @@ import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
-from flashmoe_science.distributed import transport
 from flashmoe_science.distributed.copies import widened
-from flashmoe_science.distributed.transport import _IN_TURNS_BYTES, SymmetricMemory, _aligned
 
 from .symmetric import CPU, Machine, patch_symmetric_memory
 
@@ -74,118 +70,6 @@ def test_ranks_gather_all_tensors_and_sum_their_own_tokens_in_order(machine: Mac
     assert not machine.races()
 
 
-_LONG = 500  # tokens of an exchange that takes no turns
-_STEPS: list[int | str] = [3, 5, 20, "long", "capture", "replay", "fail"]
-_PROGRAM = [_STEPS[int(number)] for number in "3200431050551600330053552265040563066003056330660640"]
-
-
-def _run_program(machine: Machine, program: Sequence[int | str], kind: type[SymmetricMemory] = SymmetricMemory) -> bool:
-    """Exchange so many tokens, or what a name says; return whether all sums and tokens were right."""
-    ranks = machine.ranks
-
-    def call(rank: int, transport: Any) -> bool:
-        fixed, right, replay = torch.zeros(6, 4), [], None
-        for number, step in enumerate(program):
-            if step == "capture":
-                replay = machine.capture(lambda: transport.sum(transport.gather([fixed]))[0])
-            elif step == "replay":
-                fixed.fill_(10 * rank + number)
-                right.append(replay is None or bool((replay() == ranks * fixed).all()))
-            elif step == "fail":
-                transport.begin(100, CPU)
-                transport.message((5,), torch.float32, CPU).fill_(-1)
-            else:
-                n = _LONG if step == "long" else int(step)
-                partial = torch.full((ranks * n, 3), 10.0 * rank + number)
-                expected = 10.0 * sum(range(ranks)) + number * ranks
-                right += [bool((x == expected).all()) for x in transport.sum([partial, partial.double()])]
-                (tokens,) = transport.gather([partial])
-                all_sent = [10 * peer + number for peer in range(ranks)]
-                right.append(tokens[:: ranks * n, 0].tolist() == all_sent)
-                transport.begin(2 * partial.nbytes, CPU)  # a third exchange: the turns of programs differ
-                messages = [transport.message((ranks, n, 3), torch.float32, CPU) for _ in range(2)]
-                for message in messages:
-                    message.copy_(partial.view(ranks, n, 3))
-                    right.append(transport.exchange(message)[:, 0, 0].tolist() == all_sent)
-        return all(right)
-
-    return all(machine.run(call, kind))
-
-
-@pytest.fixture
-def _short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "_IN_TURNS_BYTES", _aligned(17_000))
-
-
-@pytest.mark.usefixtures("_short_turns")
-def test_nothing_is_overwritten_before_all_have_read_it(machine: Machine) -> None:
-    assert _run_program(machine, _PROGRAM)
-    assert not machine.races()
-    make = random.Random(machine.ranks)
-    for _ in range(5):
-        program = make.choices(_STEPS, k=40)
-        assert _run_program(machine, [5, *program])  # larger buffers come on the way
-        assert not machine.races()
-
-
-class _OneRegion(SymmetricMemory):
-    def begin(self, size: int, device: torch.device) -> None:
-        self._has_met = False
-        super().begin(size, device)
-
-
-class _TurnsAfterFailures(SymmetricMemory):
-    def begin(self, size: int, device: torch.device) -> None:
-        self._has_met = True
-        super().begin(size, device)
-
-
-class _NoBarrierBeforeReads(SymmetricMemory):
-    _begins = False
-
-    def begin(self, size: int, device: torch.device) -> None:
-        self._begins = True
-        super().begin(size, device)
-        self._begins = False
-
-    def _meet(self) -> None:
-        if self._begins:
-            super()._meet()
-
-
-class _NoBarrierInBegin(_NoBarrierBeforeReads):
-    def _meet(self) -> None:
-        if not self._begins:
-            SymmetricMemory._meet(self)
-
-
-@pytest.mark.parametrize("kind", [_OneRegion, _TurnsAfterFailures, _NoBarrierBeforeReads, _NoBarrierInBegin])
-@pytest.mark.usefixtures("_short_turns")
-def test_reads_of_what_is_overwritten_are_found(machine: Machine, kind: type[SymmetricMemory]) -> None:
-    _run_program(machine, _PROGRAM, kind)
-    assert machine.races()
-
-
-@pytest.mark.usefixtures("_short_turns")
-def test_replays_in_the_regions_of_turns_are_found(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "_is_captured", lambda _device: False)
-    _run_program(machine, _PROGRAM)
-    assert machine.races()
-
-
-@pytest.mark.usefixtures("_short_turns")
-def test_short_exchanges_have_one_barrier_and_long_ones_two(machine: Machine) -> None:
-    def call(rank: int, transport: Any) -> list[int]:
-        found = []
-        for n in (_LONG, 5, 5, _LONG, 5):  # the first two make room: that is a meeting, too
-            begun = machine.barriers[rank]
-            transport.sum([torch.zeros(machine.ranks * n, 3), torch.zeros(machine.ranks * n, 2)])
-            found.append(machine.barriers[rank] - begun)
-        return found[2:]
-
-    assert machine.run(call) == [[1, 2, 1]] * machine.ranks
-
-
 @pytest.mark.parametrize(("columns", "wide"), [(32, True), (16, True), (12, False)])
 def test_wide_copies_keep_every_bit(columns: int, *, wide: bool) -> None:
     bits = torch.randint(-(2**15), 2**15, (3, 4, 32), dtype=torch.int16)  # NaN of all kinds too
@@ -208,7 +92,7 @@ def test_other_rows_stay_as_they_are(odd: str) -> None:
 def test_a_larger_buffer_is_used_once_all_ranks_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(1)
     patch_symmetric_memory(monkeypatch, machine)
-    met = [True, True, False, True]
+    met = [True, False, True]
 
     def rendezvous(buffer: Tensor, group: Any) -> Any:
         if not met.pop(0):
@@ -219,15 +103,14 @@ def test_a_larger_buffer_is_used_once_all_ranks_have_met(monkeypatch: pytest.Mon
 
     def call(_rank: int, transport: Any) -> None:
         transport.begin(1000, CPU)
-        small, turns = transport._third, transport._turns
-        assert turns.timeout_ms == 90_000
-        size = _IN_TURNS_BYTES
+        assert transport._timeout_ms == 90_000
+        small, handle = transport._buffer, transport._handle
         with pytest.raises(ValueError, match="did not come"):
-            transport.begin(size, CPU)
-        assert transport._third is small
-        transport.begin(size, CPU)
-        assert transport._third.memory.numel() > size
-        assert transport._turns is turns
+            transport.begin(10**6, CPU)
+        assert transport._buffer is small
+        assert transport._handle is handle
+        transport.begin(10**6, CPU)
+        assert transport._buffer.numel() >= 10**6
         assert [before is small for before in transport._before] == [True]  # a CUDA graph may hold its address
 
     machine.run(call)

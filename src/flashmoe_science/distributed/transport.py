@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -24,9 +23,6 @@ Group = dist.ProcessGroup
 TRANSPORTS = ("auto", "collectives", "symmetric")
 _ALIGNMENT = 256  # bytes between messages
 _SMALL_BYTES = 1 << 20  # of what all ranks get: a copy costs less than the start of a message
-# Of an exchange that takes turns, 8,192 tokens of 4,096 bf16 and their gradients among them. Above it a barrier of 5 us
-# is less than 2 % of the writes and reads; the two regions hold 0.25 % of a GPU of 80 GB.
-_IN_TURNS_BYTES = 96 << 20
 
 
 class Transport(Protocol):
@@ -35,7 +31,7 @@ class Transport(Protocol):
     name: str
 
     def begin(self, size: int, device: torch.device) -> None:
-        """Make room for messages of ``size`` bytes in all. The reads of those before are on the caller's stream."""
+        """Make room for messages of ``size`` bytes in all; those before are read."""
 
     def message(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a contiguous tensor for what is sent."""
@@ -96,99 +92,56 @@ class Collectives:
         return [sum_of_ranks(self.exchange(x)) for x in by_rank]
 
 
-@dataclass(frozen=True)
-class _Buffer:
-    memory: Tensor  # bytes
-    handle: Any  # of torch's rendezvous
-    timeout_ms: int  # of its barriers
-
-
 class SymmetricMemory:
     """Each rank reads what the others have for it: the host starts a few copies, and no collective.
 
-    Source: ``torch.distributed._symmetric_memory``. Messages lie in buffers that all ranks can read. A barrier
-    before each read says that all have written. What is overwritten must have been read:
-
-    - Exchanges of up to 96 MiB take turns between two regions, and need no further barrier. Each rank comes to the
-      barrier of exchange n after its reads of exchange n - 1. So who has passed it may overwrite what n - 1 sent.
-    - Longer ones, which would take too much memory, and those of CUDA graphs lie in a third region. A barrier in
-      ``begin`` says that all have read. Replays know no turns: this region is the only one that they touch.
-
-    All ranks capture a call, or none. A GPU that waits in a barrier for the timeout that the group had when the buffer
-    was made ends in a CUDA error.
+    Source: ``torch.distributed._symmetric_memory``. Messages lie in one buffer that all ranks can read. A barrier
+    before each read says that all have written; one in ``begin`` says that all have read. A GPU that waits in one for
+    the timeout that the group had when the buffer was made ends in a CUDA error.
     """
 
     name = "symmetric"
 
     def __init__(self, group: Group) -> None:
-        """Keep the group. The first message makes buffers."""
+        """Keep the group. The first message makes the buffer."""
         self._group, self._rank, self._ranks = group, group.rank(), group.size()
-        self._turns: _Buffer | None = None  # of both regions
-        self._third: _Buffer | None = None
-        self._at: Any = None  # the buffer of the exchange that has begun
-        self._before: list[_Buffer] = []  # smaller ones: CUDA graphs may hold their addresses
-        self._used = self._end = 0
-        self._turn = 0
-        self._has_met = False  # in a barrier, since the last exchange in turns began
+        self._buffer: Tensor | None = None
+        self._before: list[Tensor] = []  # smaller buffers: CUDA graphs may hold their addresses
+        self._handle: Any = None
+        self._timeout_ms = 0
+        self._used = 0
         self._stream: Any = None  # of the call before
 
     def begin(self, size: int, device: torch.device) -> None:
-        """Make room. A larger buffer than before is a collective of the hosts: not while a graph is captured.
+        """Make room. A larger buffer than before is a collective of the hosts: not while a graph is captured."""
+        size += _ALIGNMENT * 64
+        if self._buffer is None or self._buffer.numel() < size:
+            self._grow(size, device)
+        self._follow(device)
+        self._handle.barrier(timeout_ms=self._timeout_ms)
+        self._used = 0
 
-        Why turns are enough, by what could break them:
-
-        - Streams: all of exchange n - 1 comes before exchange n on a rank's GPU. Callers wait for what they sent on
-          another stream before they return (``Beside``), and a call on another stream waits (``_follow``).
-        - Views: no caller keeps one of a message. ``exchange``, ``gather`` and ``sum`` return copies or sums, and
-          ``write`` of ``deliver`` copies at once.
-        - Several messages in one exchange: the first barrier already proves it, as it comes after the reads of n - 1.
-        - More ranks: a barrier is of all.
-        - An exchange that failed on all ranks before its barrier proves nothing: its turn goes to the next.
-        - Long exchanges and replays between those of turns are in another region, and all ranks have the same ones.
-        - A larger buffer is new memory, and ranks have the same sizes.
-        """
-        size = _aligned(size + _ALIGNMENT * 64)
-        captured = _is_captured(device)
-        # There is room for short exchanges, too: a graph may capture this call later.
-        self._at = self._third = self._grown(self._third, size, device)
-        in_turns = size <= _IN_TURNS_BYTES and not captured
-        if in_turns:
-            self._at = self._turns = self._grown(self._turns, 2 * size, device)
-        if not captured:  # graphs order their own
-            self._follow(device)
-        if in_turns:
-            self._turn ^= self._has_met
-            self._has_met = False
-            self._used = self._turn * (self._at.memory.numel() // 2)
-        else:
-            self._meet()
-            self._used = 0
-        self._end = self._used + size
-
-    def _grown(self, buffer: _Buffer | None, size: int, device: torch.device) -> _Buffer:
-        """Return a buffer with room for so many bytes: this one, or a new one."""
-        if buffer is not None and buffer.memory.numel() >= size:
-            return buffer
+    def _grow(self, size: int, device: torch.device) -> None:
         import torch.distributed._symmetric_memory as symmetric_memory
 
         timeout = self._group._get_backend(device).options._timeout  # noqa: SLF001 - has no public name
         with collective(self._group, "rendezvous of symmetric memory"):
-            memory = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+            buffer = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
             # The pads of its barriers are set to 0 on the stream. Behind other work that comes after a rank that is
             # ahead has signalled: the signal is lost, and a barrier waits for ever.
             torch.cuda.synchronize(device)
-            handle = symmetric_memory.rendezvous(memory, self._group)
-        self._before += [] if buffer is None else [buffer]
-        return _Buffer(memory, handle, max(1, round(timeout.total_seconds() * 1e3)))  # 0 would be no timeout
+            self._handle = symmetric_memory.rendezvous(buffer, self._group)
+        self._before += [] if self._buffer is None else [self._buffer]
+        self._buffer = buffer  # not before all have met: a later call would use it with the handle of another
+        self._timeout_ms = max(1, round(timeout.total_seconds() * 1e3))  # 0 would be none
 
     def message(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a part of the buffer. It is not to be used after the next ``begin``."""
-        memory: Tensor = self._at.memory
-        assert memory.device == device
+        """Return a part of the buffer. It is overwritten after the next ``begin``."""
+        assert self._buffer is not None
+        assert self._buffer.device == device
         size = math.prod(shape) * dtype.itemsize
-        assert self._used + size <= self._end  # beyond it is what another rank may read
-        part = memory[self._used : self._used + size].view(dtype).view(*shape)
-        self._used += _aligned(size)
+        part = self._buffer[self._used : self._used + size].view(dtype).view(*shape)
+        self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
         return part
 
     def exchange(self, message: Tensor) -> Tensor:
@@ -241,35 +194,23 @@ class SymmetricMemory:
 
     def _arrived(self, *messages: Tensor) -> list[Any]:
         """Wait until all have written; return each rank and its messages, the next one first: all links are used."""
-        self._meet()
-        self._has_met |= self._at is self._turns
+        self._handle.barrier(timeout_ms=self._timeout_ms)
         found = []
         for step in range(self._ranks):
             peer = (self._rank + step) % self._ranks
             theirs: Sequence[Tensor] = messages
             if step:
-                theirs = [self._at.handle.get_buffer(peer, x.shape, x.dtype, x.storage_offset()) for x in messages]
+                theirs = [self._handle.get_buffer(peer, x.shape, x.dtype, x.storage_offset()) for x in messages]
             found.append((peer, *theirs))
         return found
 
-    def _meet(self) -> None:
-        self._at.handle.barrier(timeout_ms=self._at.timeout_ms)
-
     def _follow(self, device: torch.device) -> None:
-        """Let a call wait for the one before on another stream, which may still read."""
+        """Let a call wait for the one before on another stream, which may still read. Graphs order their own."""
         if device.type != "cuda":
             return
         last, self._stream = self._stream, torch.cuda.current_stream(device)
-        if last not in (None, self._stream):
+        if last not in (None, self._stream) and not torch.cuda.is_current_stream_capturing():
             self._stream.wait_stream(last)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _is_captured(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def transport_of(name: str, group: Group, device_type: str, *further: Group) -> Transport:
