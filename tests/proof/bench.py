@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 from flashmoe_science.proof.measure import rounds
 from flashmoe_science.proof.records.evidence import Arm, Rounds, Settings
@@ -21,10 +21,11 @@ class Bench:
         self.length = length
         self.subject = loaded("ours", implementation(self.gpu, seconds=2e-6), role="subject", deterministic=True)
         self.baselines = [loaded("sdpa", implementation(self.gpu, seconds=6e-6))]
+        self.plan: dict[str, Any] = {}  # more of it
 
     def run(self, times=("graph", "wall"), *, process=0, control=True, thorough=True, new_seed=None, **settings):
         protocol = Settings(**{"rounds": 4, **settings})
-        plan = rounds.Plan(protocol, times, process, control, thorough, new_seed=new_seed)
+        plan = rounds.Plan(protocol, times, process, control, thorough, new_seed=new_seed, **self.plan)
         case = rounds.Case("n64", cast("Operator", self.operator), self.length)
         self.progress: list[tuple[int, ...]] = []
         result = rounds.measure_case(

@@ -189,6 +189,10 @@ class FakeGpu:
     crash: Callable[[dict[str, Any], int], str] = lambda payload, index: ""
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     slowed: float = 1.0  # how many times as long a baseline takes beside the subject as alone
+    truth_s: float = 0.0  # that an exact answer takes
+    replies: list[Callable[[dict[str, Any]], dict[str, Any]]] = field(
+        default_factory=list
+    )  # to workers that take times
 
     def run(
         self,
@@ -204,6 +208,8 @@ class FakeGpu:
         """Answer in place of a worker."""
         name = task.rpartition(":")[2]
         self.calls.append((name, payload))
+        if reply is not None:
+            self.replies.append(reply)
         result: TaskResult = getattr(self, f"_{name}")(payload, on_event)
         return result
 
@@ -218,7 +224,14 @@ class FakeGpu:
 
     def _check_correct(self, payload, on_event):
         accuracy = {"max_error": 1e-4, "budget": 1e-3, "low_precision_error": 5e-4, "deterministic": True}
-        row = {"status": "passed", "reason": "", "accuracy": accuracy, "stand_in": "", "stress_draws": []}
+        row: dict[str, Any] = {
+            "status": "passed",
+            "reason": "",
+            "accuracy": accuracy,
+            "stand_in": "",
+            "stress_draws": [],
+        }
+        row["truth_s"] = self.truth_s
         cases = [{"name": case["name"], **row} for case in payload["cases"]]
         for case in cases:
             on_event({"event": "case", "case": case})

@@ -129,6 +129,7 @@ class SimulatedTimer(Timer):
         self.flushes = 0
         self.recordings = 0
         self.captures: list[int] = []
+        self.blocks: list[int] = []
 
     def synchronize(self):
         self.gpu.synchronize()
@@ -159,6 +160,7 @@ class SimulatedTimer(Timer):
 
     def wall_seconds(self, sequence):
         begin = self.gpu.now
+        self.blocks.append(len(sequence))
         self.gpu.timing = len(sequence) > 1  # else something is found out, and nothing sampled
         for call in sequence:
             call()

@@ -66,6 +66,25 @@ def test_kernels_that_are_timed_are_compared_with_those_of_gate_launch(gpu, chan
     assert [each.registers for each in record.cases[0].arms[0].launches] == [64]
 
 
+@pytest.mark.parametrize("truth_s", [0.4, 0.6])
+def test_one_process_of_gate_bench_is_drawn_to_work_out_what_takes_long(gpu, truth_s):
+    gpu.truth_s = truth_s
+    drawn = []
+    for seed in range(20):
+        gpu.calls.clear()
+        gpu.replies.clear()
+        record = prove(settings=Settings(processes=5, rounds=3, times=["wall"], seed=seed))
+        payloads = [payload for name, payload in gpu.calls if name in ("measure", "measure_alone")]
+        names = [record.cases[0].name] if truth_s > 0.5 else []
+        assert [payload["slow"] for payload in payloads] == [names] * 7  # quick, five processes, and baselines alone
+        told = [reply({"drawn": record.cases[0].name})["drawn"] for reply in gpu.replies]
+        assert sum(told[1:6]) == 1
+        drawn.append(told[1:6].index(True))
+        said = "exact answers take long in 1 case: bench compares there after the rounds of one process"
+        assert any(line.startswith(said) for line in gate_of(record, "bench").details) == bool(names)
+    assert len(set(drawn)) > 2
+
+
 # Gate quick.
 
 

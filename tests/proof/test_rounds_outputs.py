@@ -294,3 +294,80 @@ def test_an_operator_that_cannot_refresh_makes_its_inputs_anew():
     assert not values.writes_parts
     assert [tensor.data_ptr() for tensor in inputs.values()] == places
     assert not torch.equal(inputs["q"], old)
+
+
+class Counting(Doubling):
+    """Counts what is worked out exactly."""
+
+    def __init__(self):
+        super().__init__()
+        self.worked_out = 0
+
+    def exact(self, problem, inputs):
+        self.worked_out += 1
+        return super().exact(problem, inputs)
+
+
+def slow_bench(*, drawn):
+    bench = Bench(length=2048)
+    bench.operator = Counting()
+    bench.plan = {"slow": frozenset({"n64"}), "is_drawn": lambda _case: drawn}
+    return bench
+
+
+@pytest.mark.parametrize(("drawn", "thorough", "worked_out"), [(True, True, 2), (False, True, 0), (True, False, 0)])
+def test_what_takes_long_is_worked_out_after_the_rounds_of_one_process(drawn, thorough, worked_out):
+    bench = slow_bench(drawn=drawn).run(["wall"], thorough=thorough)
+    assert {arm.status for arm in bench.arms.values()} == {"measured"}
+    assert bench.operator.worked_out == worked_out  # all arms, then the subject where few values are new
+
+
+def test_a_process_is_told_after_the_rounds_whether_it_compares():
+    bench = slow_bench(drawn=True)
+    told = []
+
+    def is_drawn(case):
+        told.append((case, len(bench.progress)))
+        return True
+
+    bench.plan["is_drawn"] = is_drawn
+    bench.run(["wall"])
+    assert told == [("n64", 4)]
+
+
+def test_a_wrong_answer_of_a_slow_case_is_found_in_the_process_that_is_drawn():
+    reasons = []
+    for drawn in (True, False):
+        bench = slow_bench(drawn=drawn)
+        bench.subject = loaded("ours", implementation(bench.gpu, change=lambda out: out * 1.01), role="subject")
+        reasons.append(bench.run(["wall"]).arms["ours"].reason)
+    assert reasons[0].startswith("its answer after timing is wrong: it is off: error")
+    assert reasons[1] == ""
+
+
+@pytest.mark.parametrize("honest_calls", [0, 80])
+def test_an_old_answer_of_a_slow_case_is_found_in_every_process(honest_calls):
+    bench = slow_bench(drawn=False)
+    bench.subject = loaded("ours", cached_late(bench.gpu, honest_calls), role="subject")
+    reason = bench.run(["wall"]).arms["ours"].reason
+    when = "to new values at the same addresses is" if honest_calls == 0 else "after timing is wrong: it is"
+    assert reason == f"its answer {when} the old one"
+
+
+def test_an_arm_without_equal_bits_may_vary_where_nothing_exact_is_known():
+    bench = slow_bench(drawn=False)
+    noise = torch.Generator().manual_seed(1)
+    vary = implementation(bench.gpu, change=lambda out: out + 1e-6 * torch.rand(out.shape, generator=noise))
+    bench.baselines = [loaded("varies", vary)]
+    assert bench.run(["graph", "wall"]).arms["varies"].status == "measured"
+    bench.baselines = [loaded("varies", vary, deterministic=True)]
+    assert "other bits the second time" in bench.run(["graph", "wall"]).arms["varies"].reason
+
+
+def test_a_long_call_is_a_block_of_its_own():
+    for seconds, count in ((0.2, 1), (0.09, 2)):
+        bench = Bench(length=8192)
+        bench.subject = loaded("ours", implementation(bench.gpu, seconds=seconds), role="subject")
+        bench.baselines = [loaded("sdpa", implementation(bench.gpu, seconds=seconds))]
+        bench.run(["wall"], rounds=1)
+        assert max(bench.timer.blocks[-6:]) == count

@@ -52,6 +52,7 @@ def _measure(run: Run, names: list[str], mode: list[TimeKind]) -> tuple[Outcome 
         cases=[run.case_table(name) for name in names],
         process=2 * run.settings.processes,  # that no process beside the subject has
         times=list(mode),
+        slow=[name for name in names if name in run.slow],
         baselines=list(baselines),
     )
     label = f"{' and '.join(mode)} time, without the subject"

@@ -190,6 +190,7 @@ class Run:
         self.lost = ""  # why cases are lacking although the chain came to its end
         self.resumed: list[Resumed] = []
         self.alone: list[Alone] = []
+        self.slow: set[str] = set()  # cases whose exact answers take long, as gate correct saw
         self.finished: set[str] = set()  # cases that a resumed run brought whole
         self.timed_otherwise: dict[str, str] = {}  # by case, how timed kernels differ from those of gate launch
         self.kept_gates: dict[GateName, Gate] = {}  # those that it passed
@@ -370,6 +371,9 @@ class Run:
         following = random.Random(f"{self.settings.seed}/{process}/{'+'.join(times)}/values")
 
         def give(question: dict[str, Any]) -> dict[str, Any]:
+            if "drawn" in question:
+                drawn = random.Random(f"{self.settings.seed}/{question['drawn']}/{'+'.join(times)}/exact")
+                return {"drawn": drawn.randrange(self.settings.processes) == process}
             if question["seed"] == "values":
                 return {"seed": following.getrandbits(31)}
             seed, method = self.settings.seed, self.settings.method

@@ -131,6 +131,9 @@ def _sum_up(run: Run) -> Outcome:
         details = [*problems[:_SHOWN_PROBLEMS], *notes]
         return failed(first_of(problems), details=details)
     notes += run.timed_otherwise.values()
+    if run.slow:
+        of = f"exact answers take long in {counted(len(run.slow), 'case')}"
+        notes.append(f"{of}: bench compares there after the rounds of one process, which the seed draws")
     rounds = counted(run.settings.processes * run.settings.rounds, "round")
     processes, times = counted(run.settings.processes, "process"), ", ".join(run.settings.times)
     summary = f"{counted(len(run.served), 'case')}, {rounds} each in {processes}: {times} time{run.not_served_note}"
@@ -198,6 +201,7 @@ def _measure(
         process=step.process,
         times=list(step.times),
         thorough=step.thorough,
+        slow=[name for name in step.cases if name in run.slow],
         baselines=list(baselines),
     )
     note = f" ({step.label})"

@@ -76,14 +76,16 @@ def check_case(
     seed: int,
     deterministic: bool,
     capture: Capture | None = None,
+    on_truth: Callable[[float], None] = lambda _seconds: None,
 ) -> Accuracy:
     """Check one case and return the largest error seen, with its budget. Raises ``WrongResultError``.
 
     ``seed`` makes the first inputs and ``seed + 1`` the others. ``deterministic``: the subject promises the same bits.
-    ``capture`` makes a CUDA graph of a call, whose replay is judged too; None where there is no GPU.
+    ``capture`` makes a CUDA graph of a call, whose replay is judged too; None where there is no GPU. ``on_truth`` is
+    told the seconds that an exact answer takes.
     """
     with torch.no_grad():
-        return _check_calls(operator, entry, problem, device, seed, capture, deterministic=deterministic)
+        return _check_calls(operator, entry, problem, device, seed, capture, on_truth, deterministic=deterministic)
 
 
 def _check_calls(
@@ -93,6 +95,7 @@ def _check_calls(
     device: str,
     seed: int,
     capture: Capture | None,
+    on_truth: Callable[[float], None],
     *,
     deterministic: bool,
 ) -> Accuracy:
@@ -112,7 +115,10 @@ def _check_calls(
         # Through .data the version counter does not change: a cache keyed on it gets no warning.
         tensor.data.copy_(others[name])
     del others, wanted  # fp64 of two may not fit
+    begun = time.monotonic()
     wanted = find_expected(operator, problem, inputs, part)
+    _synchronize(device)
+    on_truth(time.monotonic() - begun)  # the first one loaded libraries
     second = run(call, inputs, wanted, "new values at the same addresses")
 
     moved, before = _copied(inputs), _copied(inputs)  # the second is kept from the subject

@@ -40,7 +40,7 @@ def measure(payload: dict[str, Any], emit: Emit, opened: Opened | None = None) -
 
     Args:
         payload: ``subject``, ``cases``, ``baselines``, ``settings``, ``process`` and ``times`` (kernel alone, or graph
-            and wall); optionally ``control`` and ``thorough``, see ``rounds.Plan``.
+            and wall); optionally ``control``, ``thorough`` and ``slow``, see ``rounds.Plan``.
         emit: gets ``{"event": "start", "name"}``, ``{"event": "round", "case", "round", "rounds"}``, and ``{"event":
             "case", "case"}`` with the result of ``rounds.measure_case``.
         opened: the arms and the timer. Default: those of ``open_gpu``.
@@ -54,6 +54,7 @@ def measure(payload: dict[str, Any], emit: Emit, opened: Opened | None = None) -
         payload["process"],
         control=payload.get("control", True),
         thorough=payload.get("thorough", True),
+        slow=frozenset(payload.get("slow", ())),
     )
     operator, loaded, timer = opened or open_gpu(payload)
     plan = replace(plan, changes=Guard().changes)
@@ -62,6 +63,7 @@ def measure(payload: dict[str, Any], emit: Emit, opened: Opened | None = None) -
             plan,
             new_seed=lambda: int(ask({"seed": "values"})["seed"]),
             orders_seed=lambda name: str(ask({"seed": "orders", "case": name})["seed"]),
+            is_drawn=lambda name: bool(ask({"drawn": name})["drawn"]),
         )
     with spending("clocks"):
         timer.settle()

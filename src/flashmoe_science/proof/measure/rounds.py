@@ -74,6 +74,9 @@ class Plan:
     control: bool = True  # whether the first baseline runs twice
     thorough: bool = True  # whether the subject must show order with the calling stream, and answers to few new values
     changes: Callable[[], str] | None = None  # of a ``Guard`` made after the subject was imported
+    # Names of cases whose exact answers take long. One is worked out after the rounds, if this process is drawn.
+    slow: frozenset[str] = frozenset()
+    is_drawn: Callable[[str], bool] = lambda _case: True  # asked after the rounds of a case
     # Asked when a case and a round begin; None: they follow from ``settings``.
     new_seed: Callable[[], int] | None = None
     orders_seed: Callable[[str], str] | None = None  # of a case, by its name; None: it follows from ``settings``
@@ -121,7 +124,8 @@ def measure_case(
     reason = ""
     try:
         input_sets, write_seconds = _make_input_sets(case, seeds, timer)
-        expected, slow = _find_expected(case, seeds, input_sets, timer)
+        is_slow = case.name in plan.slow
+        expected, slow = ({}, math.inf) if is_slow else _find_expected(case, seeds, input_sets, timer)
     except Exception as error:  # noqa: BLE001 - one case of many fails, with its reason
         reason = f"the case cannot be set up: {arms_module.survive(error, 'of none', timer)}"
     if reason := agree(reason, "set up"):
@@ -137,7 +141,10 @@ def measure_case(
             writer = Writer(values, timer, in_cache=in_cache, seconds_per_set=write_seconds)
             samples = _take_rounds(arms, writer, seeds, plan, timer, on_round, slow=slow / values.parts)
             _check_shared(arms, samples, changes)
-            _check_again(arms, samples, values, seeds, timer)
+            compare = not is_slow or (plan.thorough and plan.is_drawn(case.name))
+            _check_again(arms, samples, values, seeds, timer, compare=compare)
+            if is_slow and compare and not _answers_to_few(arms[0], values, timer, times=1):
+                samples.drop(arms[0].name)
     rounds = samples.as_rounds(plan.process) if _has_times(arms) else None
     return {
         "name": case.name,
@@ -237,12 +244,20 @@ def _prepare(
         control = prepare(copied)  # its own closures, and later its own captures
         control.name, control.role = copied.name + arms_module.CONTROL_SUFFIX, "control"
         arms.append(control)
+    compare = bool(expected)
     expected.clear()  # fp64 of large gradients, of which more are made from here on
-    arms_module.find_followers(values, [arm for arm in arms if arm.ready], timer)
+    arms_module.find_followers(values, [arm for arm in arms if arm.ready], timer, compare=compare)
     times = 1 if values.slow else _PARTS
-    if plan.thorough and (wrong := agree(arms_module.check_parts(first, values, timer, times=times), "parts")):
-        first.fail(wrong)
+    if plan.thorough and compare:
+        _answers_to_few(first, values, timer, times=times)
     return arms
+
+
+def _answers_to_few(arm: Arm, values: FreshValues, timer: Timer, *, times: int) -> bool:
+    """Return whether an arm answers to values of which few are new; else it fails."""
+    if wrong := agree(arms_module.check_parts(arm, values, timer, times=times), "parts"):
+        arm.fail(wrong)
+    return not wrong
 
 
 @spending("rounds")
@@ -332,15 +347,23 @@ def _check_shared(arms: Sequence[Arm], samples: Samples, changes: Callable[[], s
 
 
 @spending("calls after")
-def _check_again(arms: Sequence[Arm], samples: Samples, values: FreshValues, seeds: _Seeds, timer: Timer) -> None:
-    """Ask every arm once more, with new values; an arm that answers wrongly loses its times."""
+def _check_again(
+    arms: Sequence[Arm], samples: Samples, values: FreshValues, seeds: _Seeds, timer: Timer, *, compare: bool
+) -> None:
+    """Ask every arm once more, with new values; an arm that answers wrongly loses its times.
+
+    ``compare``: whether answers are compared with what is right, beside their repeats.
+    """
     values.begin_round(seeds.next())
     values.begin_sample("after")
     sets = len(arms[0].calls)
     values.write(range(sets))
     places = random.Random(seeds.next()).sample(range(sets), 1 if values.slow else min(2, sets))
     for arm in arms:
-        if arm.ready and (wrong := agree(arms_module.check_again(arm, values, places, timer), f"{arm.name} again")):
+        if not arm.ready:
+            continue
+        wrong = arms_module.check_again(arm, values, places, timer, compare=compare)
+        if wrong := agree(wrong, f"{arm.name} again"):
             arm.fail(wrong)
             samples.drop(arm.name)
 

@@ -42,7 +42,8 @@ class ClockSampler:
                 continue
             most = min(self._settings.wall_calls, len(arm.calls))
             longest = schedule.LONGEST_BLOCK_OVER_RANKS_S if ranks_here() > 1 else schedule.LONGEST_SAMPLE_S
-            least = min(schedule.MIN_WALL_CALLS, most)
+            # What comes before and after a block is nothing to a long call.
+            least = 1 if eager > schedule.LONGEST_BLOCK_OVER_RANKS_S else min(schedule.MIN_WALL_CALLS, most)
             calls = schedule.block_call_count(eager, most, at_least=least, longest_s=longest)
             blocks = schedule.wall_block_count(
                 calls, self._settings.wall_calls, eager, seconds_per_set=self._writer.seconds_per_set

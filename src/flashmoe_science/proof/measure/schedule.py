@@ -21,7 +21,7 @@ LONGEST_SAMPLE_S = 0.05  # one block of wall calls, or one replay of a graph; a 
 LONGEST_BLOCK_OVER_RANKS_S = 0.1  # of wall calls: ranks that have waited for one another start late
 MEMORY_OF_SETS = 0.25  # of the GPU, for more sets of calls over ranks than the cache asks for
 LONGEST_REPLAYS_S = 0.25  # all replays of one capture
-MIN_WALL_CALLS = 3
+MIN_WALL_CALLS = 3  # in a block; 1 of calls that take longer than ``LONGEST_BLOCK_OVER_RANKS_S``
 KERNEL_CALLS = 5  # calls whose median is one sample of kernel time
 
 

@@ -158,7 +158,8 @@ def check_correct(payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
 
     ``emit`` gets a "start" and a "case" event for each case. Returns ``seed`` and ``cases``, each with ``name``,
     ``status`` (passed, failed, not possible here), ``reason``, ``accuracy``, ``stand_in``: what ran in the subject's
-    place, and, where it passed, ``stress_draws``: those that it passed too.
+    place, and, where it passed, ``stress_draws``: those that it passed too, and ``truth_s``: the seconds that an exact
+    answer takes.
     """
     from .recheck import FirstAnswer, write_answer  # they import torch, which not every task needs
     from .shared_state import AT_IMPORT, HINT, guard_against
@@ -200,11 +201,13 @@ def _check(
         if (refusal := operator.cpu_refusal(ours, problem)) is not None:
             return {"status": "not possible here", "reason": refusal, "accuracy": None, "stand_in": ""}
         stand_in = operator.cpu_stand_in(subject.name, problem) if subject.builtin else ""
+    took: list[float] = []
     try:
         with blaming(subject.operator):
             accuracy = check_case(
-                operator, entry, problem, device=device, seed=seed, deterministic=promised, capture=_capture_on(device)
-            )
+                operator, entry, problem, device=device, seed=seed, deterministic=promised,
+                capture=_capture_on(device), on_truth=took.append,
+            )  # fmt: skip
             # Our own kernels say of some layouts that they do not serve them; a user's kernel.toml says so.
             draws = check_stress(
                 operator, entry, problem, device=device, seed=seed, not_served=subject.not_served,
@@ -215,7 +218,7 @@ def _check(
     except WrongResultError as error:
         accuracy_json = error.accuracy.model_dump(mode="json") if error.accuracy else None
         return {"status": "failed", "reason": str(error), "accuracy": accuracy_json, "stand_in": stand_in}
-    found = {"accuracy": accuracy.model_dump(mode="json"), "stress_draws": draws}
+    found = {"accuracy": accuracy.model_dump(mode="json"), "stress_draws": draws, "truth_s": took[-1]}
     return {"status": "passed", "reason": "", "stand_in": stand_in, **found}
 
 
