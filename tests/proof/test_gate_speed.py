@@ -132,6 +132,18 @@ def test_quick_takes_five_rounds_in_one_process_and_leaves_no_times(gpu):
     assert record.cases[0].rounds == []
 
 
+def test_quick_takes_some_cases_of_many_and_bench_all(gpu):
+    many = [Problem(1, 3, length, 64) for length in range(60, 72)]
+    record = prove(*many, settings=FEW)
+    (quick, *bench) = [payload for name, payload in gpu.calls if name == "measure"]
+    names = [case.name for case in record.cases]
+    taken = [case["name"] for case in quick["cases"]]
+    assert len(taken) == 8
+    assert taken == [name for name in names if name in taken]
+    assert all([case["name"] for case in payload["cases"]] == names for payload in bench)
+    assert "(geometric mean of 8 of 12 cases)" in gate_of(record, "quick").summary
+
+
 def test_impossible_time_fails_gate_quick(gpu):
     gpu.seconds = {"fake_attention": 1e-6, "sdpa": 2e-6}
     problem = Problem(1, 16, 8192, 64)  # 2.7e11 operations: 253 us at 1.07e15 a second
