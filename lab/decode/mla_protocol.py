@@ -1,9 +1,9 @@
-"""Run the barriers of decode_gluon_sm90, as it is and with ``mla_two_scorers.patch``, in random interleavings.
+"""Run the barriers of decode_gluon_sm90, as it is and with ``mla_two_scorers.patch`` or ``mla_few_heads.patch``, in random interleavings.
 
     python3 lab/decode/mla_protocol.py [SEEDS]
 
-Each warpgroup and the producer are one agent each. It ends with an assertion where a named barrier is overrun, a buffer is written while it is read or holds
-another tile than the one that is expected, or nobody can go on. Masks, cleaning and fences are left out.
+Each warpgroup and the producer are one agent each; of few heads each warp, and the copy engine. It ends with an assertion where a named barrier is overrun, a buffer is written while it is read or holds
+another tile than the one that is expected, or nobody can go on. Masks and fences are left out, and cleaning but for few heads.
 """
 import pathlib, random, sys
 
@@ -109,6 +109,44 @@ def two_scorers(p, W, steps, stages, broken=None):
     yield from read(p, [("factor", 0)], "end", W)
 
 
+def few_heads(p, W, steps, asked, broken=None):
+    """One of four warps: it scores 16 keys, writes their P, and multiplies all of P with a part of the columns; the first asks for copies."""
+    def barrier(): yield from p.sync("ALL", W, 32, 128)
+    if W == 0: asked += range(min(2, steps))
+    for i in range(steps):
+        slot = i % 2
+        yield from p.mwait(("READY", slot), (i // 2) & 1, i // 2)
+        yield from read(p, [("K", slot)], i, W)
+        p.write(("P", W), i)  # the maximum of all warps needs a barrier, too, which is Triton's
+        if i == steps - 1:  # the last tile is cleaned, by all warps
+            if broken != "clean": yield from barrier()
+            p.write(("K", slot), i)
+        yield from p.pause()
+        if broken != "full": yield from barrier()
+        yield from read(p, [("K", slot), *[("P", w) for w in range(4)]], i, W)
+        if broken != "free": yield from barrier()
+        if W == 0 and i + 2 < steps: asked.append(i + 2)
+    if W == 0: asked.append(None)
+
+
+def copies(p, asked):
+    while True:
+        while not asked: yield
+        i = asked.pop(0)
+        if i is None: return
+        yield from p.pause()
+        p.write(("K", i % 2), None)
+        yield from p.pause(8)
+        p.buf[("K", i % 2)]["tag"] = i
+        p.mdone(("READY", i % 2))
+
+
+def run_few_heads(seed, **options):
+    rng = random.Random(seed)
+    steps, p, asked = rng.randrange(14), Program(rng), []
+    interleave(rng, [[*(few_heads(p, W, steps, asked, **options) for W in range(4)), copies(p, asked)]], 1)
+
+
 def run(seed, attend, stages, **options):
     rng = random.Random(seed)
     steps, p = rng.randrange(14), Program(rng)
@@ -121,10 +159,13 @@ if __name__ == "__main__":
         run(seed, as_it_is, 2)
         run(seed, as_it_is, 4)
         run(seed, two_scorers, 4)
-    for broken in ("read", "full"):
+        run_few_heads(seed)
+    broken_runs = [(b, lambda seed, b=b: run(seed, two_scorers, 4, broken=b)) for b in ("read", "full")]
+    broken_runs += [(b, lambda seed, b=b: run_few_heads(seed, broken=b)) for b in ("clean", "full", "free")]
+    for broken, attempt in broken_runs:
         failed = 0
         for seed in range(200):
-            try: run(seed, two_scorers, 4, broken=broken)
+            try: attempt(seed)
             except (AssertionError, KeyError): failed += 1  # or what nobody has written is read
         assert failed, broken
     print(f"{seeds} interleavings of each are right; without a wait they are not")
