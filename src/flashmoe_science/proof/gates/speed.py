@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..judge.roofline import fewest_seconds
+from ..judge.roofline import fewest_seconds, impossible_time
 from ..measure.launches import timed_otherwise
 from ..processes import TaskResult
 from ..records.evidence import CaseRecord, GateStatus, Launch, RankRounds, Rounds, Settings, TimeKind, rates_of
@@ -23,6 +23,7 @@ _QUICK_CASES = 8  # the most, drawn by the seed of the run
 _QUICK_RANGE = (0.5, 2.0)  # times the speedup expected
 _WORST = ("not measured", "measured", "refused", "unavailable", "failed")  # an arm keeps the worst of all processes
 _SHOWN_PROBLEMS = 20
+_IMPOSSIBLE_HINT = "the clock, the work counted or the call is wrong: no kernel can be that fast"
 _NONE_IMPOSSIBLE = "no time is impossible"
 
 
@@ -47,8 +48,7 @@ def measure_quickly(run: Run) -> Outcome:
         return failed(first_of(problems), details=problems[:_SHOWN_PROBLEMS])
     impossible = [line for case in cases if (line := _impossible(run, case, kind))]
     if impossible:
-        hint = "the clock, the work counted or the call is wrong: no kernel can be that fast"
-        return failed(first_of(impossible), hint=hint, details=impossible)
+        return failed(first_of(impossible), hint=_IMPOSSIBLE_HINT, details=impossible)
     return _compare_with_expected(run, cases, kind)
 
 
@@ -136,6 +136,10 @@ def _sum_up(run: Run) -> Outcome:
     if problems:
         details = [*problems[:_SHOWN_PROBLEMS], *notes]
         return failed(first_of(problems), details=details)
+    record = run.record()
+    for kind in run.settings.times:  # gate quick has drawn some cases
+        if impossible := impossible_time(record, kind, [run.subject.name]):
+            return failed(impossible, hint=_IMPOSSIBLE_HINT, details=notes)
     notes += run.timed_otherwise.values()
     if run.slow:
         of = f"exact answers take long in {counted(len(run.slow), 'case')}"

@@ -61,6 +61,11 @@ def beside_seconds(case: CaseRecord, baseline: str, kind: TimeKind) -> float:
     return min(medians, default=math.inf)
 
 
+def graph_seconds(case: CaseRecord) -> list[float]:
+    """Return the medians of all arms beside the subject: they decide how many calls a graph holds."""
+    return [median(column) for rounds in case.rounds for column in rounds.seconds.get("graph", {}).values() if column]
+
+
 def slowed_by_subject(found: Alone) -> str:
     """Return that the subject's process slows a baseline down, or an empty text."""
     if found.ratio <= MOST_TIMES:

@@ -7,6 +7,7 @@ Only a lost GPU context ends the process.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from .shared_state import AT_IMPORT, Guard, SharedState
 Role = Literal["subject", "baseline", "control"]
 
 CONTROL_SUFFIX = "#2"
+_FAR = 4.0  # times the noise: another answer
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class Arm:
     calls: list[Call] = field(default_factory=list)  # one for each set of inputs
     expected: list[Answer] = field(default_factory=list)  # its first answer to each set
     tolerance: Tolerance | None = None  # of a later answer; None: the same bits; empty: not known
+    noise: float = 0.0  # how far two answers to the same values are apart
     follows: bool = True  # its answers follow the inputs' values; a baseline may have laid out copies when it was bound
     accuracy: Accuracy | None = None
     peak_bytes: int | None = None
@@ -217,6 +220,7 @@ def _first_answers(
     if changes := shared.changes():
         return f"a call of it changes what all arms share: {changes}"
     repeats = mismatch([copied(again)], arm.expected[:1], None) == ""
+    arm.noise = 0.0 if repeats else distance(again, arm.expected[0])
     judged = {} if loaded.speed_of_light else expected
     for index, each in judged.items():
         if wrong := _judge_answer(arm, index, each, repeats=repeats):
@@ -282,6 +286,8 @@ def check_stream(arm: Arm, operator: Operator, problem: Any, inputs: Inputs, dev
                     answer = copied(arm.calls[0]())
                 device.synchronize()
                 wrong.append(mismatch([answer], [expected], arm.tolerance))
+                if arm.tolerance == () and distance(answer, arm.expected[0]) < distance(answer, expected):
+                    wrong[-1] = "it is nearer to that to the old values"
                 copy_values(saved, inputs)
                 device.synchronize()
     except Exception as error:  # noqa: BLE001 - what an arm raises is a result
@@ -309,7 +315,7 @@ def find_followers(values: FreshValues, arms: Sequence[Arm], device: Timer, *, c
                 if compare:
                     follows = not fault_of(answer, values.expected(0, arm.part))
                 else:
-                    follows = mismatch([answer], arm.expected[:1], None) != ""
+                    follows = distance(answer, arm.expected[0]) > _FAR * arm.noise
                 if not follows and mismatch([answer], arm.expected[:1], arm.tolerance):
                     fault = "its answer to new values at the same addresses is wrong"
                 elif not follows and arm.role == "subject":
@@ -397,6 +403,14 @@ def fault_of(answer: Answer, expected: ExpectedOutputs) -> str:
         if fault:
             return f"{its} has {fault}" if accuracy is None else f"{its} is off: {fault}"
     return ""
+
+
+def distance(one: Answer, other: Answer) -> float:
+    """Return the root of the sum of all squared differences; infinite where there is NaN."""
+    norms = [
+        float(torch.linalg.vector_norm(a.float() - b.float())) for a, b in zip(parts(one), parts(other), strict=True)
+    ]
+    return found if math.isfinite(found := math.hypot(*norms)) else math.inf
 
 
 def nan_in(answer: Answer) -> str:

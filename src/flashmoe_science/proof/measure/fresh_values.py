@@ -85,6 +85,10 @@ class FreshValues:
         for name, tensor in inputs.items():
             tensor.data.copy_(made[name])
 
+    def seed_at(self, place: int) -> int:
+        """Return the seed of the values at ``place``."""
+        return self._seeds[place]
+
     def draw(self, places: Sequence[int]) -> int:
         """Return one of ``places``, the same for every arm of this sample."""
         return places[random.Random(f"{self._round}/{self._sample}/compared").randrange(len(places))]

@@ -40,7 +40,7 @@ def measure(payload: dict[str, Any], emit: Emit, opened: Opened | None = None) -
 
     Args:
         payload: ``subject``, ``cases``, ``baselines``, ``settings``, ``process`` and ``times`` (kernel alone, or graph
-            and wall); optionally ``control``, ``thorough`` and ``slow``, see ``rounds.Plan``.
+            and wall); optionally ``control``, ``thorough``, ``slow`` and ``beside``, see ``rounds.Plan``.
         emit: gets ``{"event": "start", "name"}``, ``{"event": "round", "case", "round", "rounds"}``, and ``{"event":
             "case", "case"}`` with the result of ``rounds.measure_case``.
         opened: the arms and the timer. Default: those of ``open_gpu``.
@@ -55,6 +55,7 @@ def measure(payload: dict[str, Any], emit: Emit, opened: Opened | None = None) -
         control=payload.get("control", True),
         thorough=payload.get("thorough", True),
         slow=frozenset(payload.get("slow", ())),
+        beside=payload.get("beside", {}),
     )
     operator, loaded, timer = opened or open_gpu(payload)
     plan = replace(plan, changes=Guard().changes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from .correctness import require_random
 from .fresh_values import FreshValues
 from .measure import Timer
 from .nvml import Reading
-from .samplers import ClockSampler, KernelSampler, Writer, WrongAnswerError
+from .samplers import ClockSampler, Kept, KernelSampler, Writer, WrongAnswerError
 from .shared_state import SharedState
 
 ROUNDS_PER_SESSION = 10  # a profiler's buffers are finite
@@ -77,6 +77,8 @@ class Plan:
     # Names of cases whose exact answers take long. One is worked out after the rounds, if this process is drawn.
     slow: frozenset[str] = frozenset()
     is_drawn: Callable[[str], bool] = lambda _case: True  # asked after the rounds of a case
+    # By case, graph times of another process, whose graphs have as many calls.
+    beside: Mapping[str, Sequence[float]] = field(default_factory=dict)
     # Asked when a case and a round begin; None: they follow from ``settings``.
     new_seed: Callable[[], int] | None = None
     orders_seed: Callable[[str], str] | None = None  # of a case, by its name; None: it follows from ``settings``
@@ -139,11 +141,20 @@ def measure_case(
             changes = plan.changes or SharedState().changes
             in_cache = _nbytes(input_sets[0]) * len(input_sets) < 2 * timer.l2_bytes
             writer = Writer(values, timer, in_cache=in_cache, seconds_per_set=write_seconds)
-            samples = _take_rounds(arms, writer, seeds, plan, timer, on_round, slow=slow / values.parts)
+            samples = _take_rounds(
+                arms,
+                writer,
+                seeds,
+                plan,
+                timer,
+                on_round,
+                slow=slow / values.parts,
+                beside=plan.beside.get(case.name, ()),
+            )
             _check_shared(arms, samples, changes)
             compare = not is_slow or (plan.thorough and plan.is_drawn(case.name))
             _check_again(arms, samples, values, seeds, timer, compare=compare)
-            if is_slow and compare and not _answers_to_few(arms[0], values, timer, times=1):
+            if is_slow and compare and arms[0].ready and not _is_right(arms[0], writer.kept, values, timer):
                 samples.drop(arms[0].name)
     rounds = samples.as_rounds(plan.process) if _has_times(arms) else None
     return {
@@ -270,17 +281,22 @@ def _take_rounds(
     on_round: Callable[[int, int], None],
     *,
     slow: float,
+    beside: Sequence[float],
 ) -> Samples:
-    """Take all rounds of one case in this process. ``slow``: the seconds that an exact answer takes."""
+    """Take all rounds of one case in this process.
+
+    ``slow``: the seconds that an exact answer takes; infinite where it is not worked out before the rounds end.
+    """
     ready = {arm.name: arm for arm in arms if arm.ready}
     settings = plan.settings
     samples = Samples(schedule.balanced_orders(list(ready), settings.rounds, seed=seeds.orders()))
     samples.seconds = {kind: {name: [] for name in ready} for kind in plan.times}
+    keeps = plan.thorough and math.isinf(slow)  # the last of those kept is any of all rounds
     sampler: ClockSampler | KernelSampler
     if "kernel" in plan.times:
         sampler = KernelSampler(settings, timer, writer)
     else:
-        sampler = ClockSampler(settings, plan.times, timer, writer)
+        sampler = ClockSampler(settings, plan.times, timer, writer, beside)
     gc.disable()  # a collection within one arm's block would count as that arm's time
     try:
         sampler.prepare(list(ready.values()))
@@ -290,6 +306,7 @@ def _take_rounds(
                 for number in numbers:
                     seed = seeds.next()
                     writer.values.begin_round(seed)
+                    writer.keep = keeps and random.Random(f"{seed}/kept").random() * (number + 1) < 1
                     writer.compare = random.Random(f"{seed}/compared").random() * slow < schedule.LONGEST_TRUTH_S
                     for kind in plan.times:
                         for name in samples.order[number]:
@@ -336,6 +353,17 @@ def _collect(sampler: ClockSampler | KernelSampler, arm: Arm, numbers: Sequence[
         arm.lose(["kernel"], str(error))
 
 
+def _is_right(subject: Arm, kept: Mapping[str, Kept], values: FreshValues, timer: Timer) -> bool:
+    """Return whether answers that were timed are right, and one to values of which few are new; else the arm fails."""
+    for kind, each in kept.items():
+        values.write_seed(each.place, each.seed)
+        wrong = arms_module.fault_of(each.answer, values.expected(each.place, subject.part))
+        if wrong := agree(wrong, f"an answer in {kind} time"):
+            subject.fail(f"an answer that was timed ({kind} time) is wrong: {wrong}")
+            return False
+    return _answers_to_few(subject, values, timer, times=1)
+
+
 def _check_shared(arms: Sequence[Arm], samples: Samples, changes: Callable[[], str]) -> None:
     """Fail every arm where shared state of the process changed: all times may be affected."""
     if not (found := agree(changes(), "what arms share")):
@@ -354,9 +382,11 @@ def _check_again(
 
     ``compare``: whether answers are compared with what is right, beside their repeats.
     """
+    sets = next((len(arm.calls) for arm in arms if arm.ready), 0)
+    if not sets:
+        return
     values.begin_round(seeds.next())
     values.begin_sample("after")
-    sets = len(arms[0].calls)
     values.write(range(sets))
     places = random.Random(seeds.next()).sample(range(sets), 1 if values.slow else min(2, sets))
     for arm in arms:

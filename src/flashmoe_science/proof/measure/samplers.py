@@ -6,9 +6,10 @@ import contextlib
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 from ..records.evidence import Settings, TimeKind
-from ..subject.outputs import Answer, Call
+from ..subject.outputs import Answer, Call, copied
 from ..worker import agree, meet, ranks_here
 from . import arms as arms_module, schedule
 from .arms import Arm
@@ -23,7 +24,11 @@ WARM_CALLS = 3  # eager calls right before a block of wall calls: they refill th
 class ClockSampler:
     """Samples of graph and wall time."""
 
-    def __init__(self, settings: Settings, times: Sequence[TimeKind], timer: Timer, writer: Writer) -> None:
+    def __init__(
+        self, settings: Settings, times: Sequence[TimeKind], timer: Timer, writer: Writer, beside: Sequence[float] = ()
+    ) -> None:
+        """``beside``: graph times of arms of another process, whose graphs have as many calls."""
+        self._beside = beside
         self._settings = settings
         self._times = times
         self._timer = timer
@@ -54,7 +59,7 @@ class ClockSampler:
         if graph_seconds:
             sets = len(next(arm for arm in arms if arm.name in graph_seconds).calls)
             self._graph_calls = schedule.graph_call_count(
-                list(graph_seconds.values()),
+                [*graph_seconds.values(), *self._beside],
                 sets,
                 graph_seconds=self._settings.graph_seconds,
                 graph_calls=self._settings.graph_calls,
@@ -210,6 +215,14 @@ class KernelSampler:
         return [statistics.median(trace.device_seconds() for trace in traces) / calls for traces in rounds]
 
 
+class Kept(NamedTuple):
+    """An answer that was timed."""
+
+    place: int
+    seed: int  # of its values
+    answer: Answer
+
+
 class Writer:
     """Gives calls new values before they are timed, and looks at their answers after that."""
 
@@ -217,11 +230,15 @@ class Writer:
         self.values = values
         self.seconds_per_set = seconds_per_set  # to write new values to one
         self.compare = True  # whether answers of this round are compared with what is right, beside their repeats
+        self.keep = False  # whether answers of the subject in this round are kept, to be compared after all rounds
+        self.kept: dict[str, Kept] = {}  # by kind of time
+        self._kind = ""
         self._timer = timer
         self._in_cache = in_cache  # whether all sets of inputs fit into the cache: then they stay there
 
     def begin(self, kind: TimeKind, places: Sequence[int]) -> None:
         """Begin a sample: what is called before the clock runs does not read what the arm before has read last."""
+        self._kind = kind
         self.values.begin_sample(kind)
         self.values.write(places)
 
@@ -233,6 +250,8 @@ class Writer:
 
     def wrong(self, arm: Arm, answers: Mapping[int, Answer], compared: int) -> str:
         """Return how answers, by place, are wrong, or an empty text; that at ``compared`` must be right."""
+        if self.keep and arm.role == "subject" and compared in answers:
+            self.kept[self._kind] = Kept(compared, self.values.seed_at(compared), copied(answers[compared]))
         wrong = [
             arms_module.wrong_late(arm, answers[at], at, self.values, compare=self.compare and at == compared)
             for at in sorted(answers, key=lambda place: place != compared)

@@ -17,6 +17,7 @@ FEW_INPUT_SETS = 8  # as many as there are however long it takes to write one
 SETS_TO_CACHE = 20  # what all sets hold, in sizes of the L2 cache
 LONGEST_WRITE_S = 0.25  # new values for all sets
 LONGEST_TRUTH_S = 0.1  # an exact answer that takes longer is not worked out in each round
+SLOW_TRUTH_S = 0.5  # one that takes longer is worked out in one process of gate bench, which is drawn
 LONGEST_SAMPLE_S = 0.05  # one block of wall calls, or one replay of a graph; a single call may last longer
 LONGEST_BLOCK_OVER_RANKS_S = 0.1  # of wall calls: ranks that have waited for one another start late
 MEMORY_OF_SETS = 0.25  # of the GPU, for more sets of calls over ranks than the cache asks for
