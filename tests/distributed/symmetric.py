@@ -113,9 +113,7 @@ class Machine:
         self.barrier(timeout_ms=90_000)
 
         def get_buffer(peer: int, sizes: Sequence[int], dtype: torch.dtype, offset: int) -> Tensor:
-            start = offset * dtype.itemsize
-            size = torch.Size(sizes).numel() * dtype.itemsize
-            return met[peer][start : start + size].view(dtype).view(*sizes)
+            return met[peer].view(dtype)[offset : offset + torch.Size(sizes).numel()].view(*sizes)
 
         return SimpleNamespace(barrier=self.barrier, get_buffer=get_buffer)
 

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils.weak import TensorWeakRef
 
 from ..errors import InputError, UnsupportedError, shown
 from ..moe.api import fused_moe
-from ..moe.early import note_ids
 from .exchange import Agreement, all_to_all, describe_tensors, gather_tokens, group_of, kind_of
 from .layout import straight_layout
 from .once import ReturnTokens, SendTokens, route_once
@@ -32,8 +30,7 @@ class ExpertParallel:
     host never waits for the GPU, and no token is dropped. Two strategies send different messages:
 
     - ``"gather"``: all ranks gather all tokens with their experts and weights, and run their own experts on them. Any
-      routing has the same cost. Over symmetric memory ids come first: pairs are sorted by expert, on another stream,
-      while tokens and, for gradients, those of the output are copied.
+      routing has the same cost.
     - ``"once"``: a token goes once to each rank that has experts of it, at most ``capacity * n`` of n tokens to each.
       Where a rank's experts are wanted by more, outputs and their gradients are NaN on all ranks, and
       ``check_capacity`` raises. The weights of an expert that no token reached still have a gradient of 0.
@@ -168,10 +165,10 @@ class ExpertParallel:
 
     def _gather(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Tensor:
         local = (given["x"], given["topk_weights"], given["topk_ids"])
-        mine = range(self.rank * given["w_down"].shape[0], (self.rank + 1) * given["w_down"].shape[0])
-        tokens, weights, ids = _Gather.apply(self._transport, mine, *local)  # type: ignore[no-untyped-call]
-        partial = self._run(tokens, weights, ids, given, options)
-        return _Sum.apply(self._transport, partial, ids, len(mine))  # type: ignore[no-untyped-call, no-any-return]
+        tokens, weights, ids = _Gather.apply(self._transport, *local)  # type: ignore[no-untyped-call]
+        # Ids of other ranks' experts are none here.
+        partial = self._run(tokens, weights, ids - self.rank * given["w_down"].shape[0], given, options)
+        return _Sum.apply(self._transport, partial)  # type: ignore[no-untyped-call, no-any-return]
 
     def _once(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Tensor:
         x, ids, experts = given["x"], given["topk_ids"], given["w_down"].shape[0]
@@ -197,20 +194,13 @@ class ExpertParallel:
 
 
 class _Gather(torch.autograd.Function):
-    """``Transport.gather``, whose gradients are the sums over ranks. Ids, the last tensor, are those of ``experts``."""
+    """``Transport.gather``, whose gradients are the sums over ranks."""
 
     @staticmethod
-    def forward(ctx: Any, transport: Transport, experts: range, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, transport: Transport, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Gather."""
         ctx.transport = transport
-        own: list[Tensor] = []
-
-        def count_from_own(others: list[Tensor]) -> None:
-            own.append(others[-1] - experts.start)  # ids of other ranks' experts are none here
-            if transport.name == "symmetric":
-                note_ids(own[0], len(experts))
-
-        found = (*transport.gather(tensors, count_from_own)[:-1], *own)
+        found = tuple(transport.gather(tensors))
         ctx.mark_non_differentiable(*(x for x in found if not x.is_floating_point()))
         return found
 
@@ -218,32 +208,26 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """Sum those that are asked for."""
-        asked = ctx.needs_input_grad[2:]
+        asked = ctx.needs_input_grad[1:]
         partials = [x for x, needed in zip(gradients, asked, strict=True) if needed]
         found = iter(ctx.transport.sum(partials))
-        return None, None, *(next(found) if needed else None for needed in asked)
+        return None, *(next(found) if needed else None for needed in asked)
 
 
 class _Sum(torch.autograd.Function):
-    """``Transport.sum``, whose gradient is gathered. Gradients of ``partial`` sort ``ids`` once more."""
+    """``Transport.sum``, whose gradient is gathered."""
 
     @staticmethod
-    def forward(ctx: Any, transport: Transport, partial: Tensor, ids: Tensor, experts: int) -> Tensor:
+    def forward(ctx: Any, transport: Transport, partial: Tensor) -> Tensor:
         """Sum."""
-        ctx.transport, ctx.experts = transport, experts
-        ctx.ids = TensorWeakRef(ids)  # who recomputes this call lets go of them, and makes others
+        ctx.transport = transport
         return transport.sum([partial])[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         """Gather."""
-
-        def note(_others: list[Tensor]) -> None:
-            if ctx.transport.name == "symmetric":
-                note_ids(ctx.ids(), ctx.experts)
-
-        return None, ctx.transport.gather([gradient], note)[0], None, None
+        return None, ctx.transport.gather([gradient])[0]
 
 
 def _describe(given: Mapping[str, Any], options: Mapping[str, Any]) -> str:

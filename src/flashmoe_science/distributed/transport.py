@@ -20,7 +20,6 @@ from .faults import collective
 from .layout import straight_layout
 
 Group = dist.ProcessGroup
-Between = Callable[[list[Tensor]], None]
 TRANSPORTS = ("auto", "collectives", "symmetric")
 _ALIGNMENT = 256  # bytes between messages
 _SMALL_BYTES = 1 << 20  # of what all ranks get: a copy costs less than the start of a message
@@ -43,12 +42,8 @@ class Transport(Protocol):
     def deliver(self, message: Tensor, write: Callable[[slice, Tensor], None]) -> None:
         """Send ``message[r]`` to rank r; call ``write`` with some ranks and what they sent, until all have come."""
 
-    def gather(self, tensors: Sequence[Tensor], between: Between | None = None) -> list[Tensor]:
-        """Return ``[W * n, ...]`` of all ranks, from ``[n, ...]`` of each: one exchange, with its own ``begin``.
-
-        ``between`` is called with all but the first once they are there. The first may come later: on symmetric memory
-        its copy begins behind what ``between`` enqueues.
-        """
+    def gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return ``[W * n, ...]`` of all ranks, from ``[n, ...]`` of each: one exchange, with its own ``begin``."""
 
     def sum(self, partials: Sequence[Tensor]) -> list[Tensor]:
         """Return of each ``[W * n, ...]`` the sum over ranks for this one, ``[n, ...]``; likewise.
@@ -81,19 +76,15 @@ class Collectives:
         """Exchange, and write all at once."""
         write(slice(None), self.exchange(message))
 
-    def gather(self, tensors: Sequence[Tensor], between: Between | None = None) -> list[Tensor]:
+    def gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Gather small tensors by one message."""
         ranks = self._group.size()
         layout = straight_layout(tensors[0].shape[0] * ranks, ranks)
         if sum(x.nbytes for x in tensors) * ranks <= _SMALL_BYTES:
-            found = [*gather_together(tensors, layout, self._group)]
-        else:
-            first, *others = tensors
-            found = [gather_tokens(first, layout, self._group)]
-            found += gather_together(others, layout, self._group) if others else ()
-        if between is not None:
-            between(found[1:])
-        return found
+            return list(gather_together(tensors, layout, self._group))
+        first, *others = tensors
+        found = gather_tokens(first, layout, self._group)
+        return [found, *(gather_together(others, layout, self._group) if others else ())]
 
     def sum(self, partials: Sequence[Tensor]) -> list[Tensor]:
         """Exchange, and add: a message for each."""
@@ -168,17 +159,14 @@ class SymmetricMemory:
         for peer, theirs in self._arrived(message):
             write(slice(peer, peer + 1), theirs[self._rank : self._rank + 1])
 
-    def gather(self, tensors: Sequence[Tensor], between: Between | None = None) -> list[Tensor]:
-        """Read the tensors of each rank, the first one last."""
+    def gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Read the tensors of each rank."""
         device, n = tensors[0].device, tensors[0].shape[0]
         messages = self._write(tensors)
         found = [torch.empty((self._ranks * n, *x.shape[1:]), dtype=x.dtype, device=device) for x in tensors]
-        arrived = self._arrived(*messages)
-        for number in reversed(range(len(found))):
-            if number == 0 and between is not None:
-                between(found[1:])
-            for peer, *theirs in arrived:
-                found[number][peer * n : (peer + 1) * n].copy_(theirs[number])
+        for peer, *theirs in self._arrived(*messages):
+            for whole, part in zip(found, theirs, strict=True):
+                whole[peer * n : (peer + 1) * n].copy_(part)
         return found
 
     def sum(self, partials: Sequence[Tensor]) -> list[Tensor]:

@@ -12,7 +12,6 @@ from ..errors import UnsupportedError
 from ..gpu.checks import check_storages
 from . import reference
 from .backward.plan import BackwardPlan, column_sums
-from .early import take_early_sort
 from .plan import MoePlan, workspace_sizes
 from .prepared import place_of
 from .problem import MoeProblem
@@ -62,10 +61,7 @@ def _reference_run(problem: MoeProblem) -> Run:
 
 
 def allocate(
-    plan: MoePlan,
-    tensors: Mapping[str, Tensor],
-    workspace: Mapping[str, int] | None = None,
-    room: Tensor | None = None,
+    plan: MoePlan, tensors: Mapping[str, Tensor], workspace: Mapping[str, int] | None = None
 ) -> dict[str, Tensor]:
     """Allocate output, intermediates and workspace, uninitialised.
 
@@ -73,7 +69,6 @@ def allocate(
         plan: The plan of the call.
         tensors: The tensors of the call, by name.
         workspace: ``workspace_sizes(plan)``, if already computed.
-        room: int32 elements for the workspace, if already allocated.
     """
     problem, x = plan.problem, tensors["x"]
     device = x.device
@@ -94,8 +89,7 @@ def allocate(
             made["shared_y"] = torch.empty(rows, problem.hidden, dtype=x.dtype, device=device)
     sizes = workspace_sizes(plan) if workspace is None else workspace
     if sizes:
-        elements = sum(sizes.values())
-        whole = torch.empty(elements, dtype=torch.int32, device=device) if room is None else room[:elements]
+        whole = torch.empty(sum(sizes.values()), dtype=torch.int32, device=device)
         parts = torch.split(whole, [*sizes.values()])
         made.update(zip(sizes, parts, strict=True))
     return made
@@ -195,30 +189,21 @@ def _cuda_run(plan: MoePlan, device: torch.device) -> Run:
         for kernel in kernels_of(plan)
     ]
     workspace = workspace_sizes(plan)
-    elements = sum(workspace.values())
-    # They read the ids alone, and write the workspace.
-    sorts = 3 if plan.steps[:3] == ("count", "sum", "place") else 0
     places = {place for _, names in launches for place in names}
     inside = [(place, *place_of(place)) for place in places if "+" in place]
     stream_of = _raw_stream
     assert stream_of is not None
 
     def run(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        early = take_early_sort(tensors["topk_ids"], elements) if sorts else None
-        made = allocate(plan, tensors, workspace, None if early is None else early.room)
+        made = allocate(plan, tensors, workspace)
         addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
         addresses.update({name: tensor.data_ptr() for name, tensor in made.items()})
         addresses[""] = 0
         for place, name, offset in inside:
             addresses[place] = addresses[name] + offset
         _mark_overwritten(tensors)
-        stream, following = stream_of(index), launches
-        if early is not None:
-            with early.beside() as side:
-                for launch, names in launches[:sorts]:
-                    launch(side, *[addresses[name] for name in names])
-            following = launches[sorts:]
-        for launch, names in following:
+        stream = stream_of(index)
+        for launch, names in launches:
             launch(stream, *[addresses[name] for name in names])
         return made
 

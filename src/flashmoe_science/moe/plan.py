@@ -207,12 +207,6 @@ def workspace_sizes(plan: MoePlan) -> dict[str, int]:
     return sizes
 
 
-def most_workspace(pairs: int, experts: int) -> int:
-    """Return int32 elements with room for the workspace of every plan for so many pairs, whose tiles have 16 rows."""
-    tables = 2 * (pairs + 4) + 4 * (2 + pairs // 16 + experts) + experts + 8
-    return tables + (cdiv(pairs, CHUNK) + 1) * block_experts(experts)
-
-
 Steps = list[tuple[str, PlannedLaunch]]
 
 
