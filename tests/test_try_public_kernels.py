@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from flashmoe_science.proof.records.documents import read_record
 from flashmoe_science.proof.subject.loading import load_subject
+from flashmoe_science.proof.subject.suites import load_suite
 
 ROOT = Path(__file__).parents[1]
 
@@ -60,3 +62,15 @@ def test_a_tutorial_that_is_another_file_is_refused(tool, tmp_path, monkeypatch)
     with pytest.raises(SystemExit, match=r"06-fused-attention.py is not the file that was tried"):
         tool.fetch(tmp_path, [tool.TUTORIAL[0]])
     assert not list((tmp_path / "trials" / "fetched").iterdir())
+
+
+def test_the_records_on_a_gpu_have_the_verdicts_that_are_known(tool):
+    found = {}
+    for path in (ROOT / "evidence" / "public-kernels").glob("*.json.gz"):
+        record = read_record(path)
+        gates = {gate.name: gate.status.value for gate in record.gates}
+        assert record.environment.gpu is not None
+        assert (gates["import"], gates["launch"]) == ("passed", "passed")
+        found[record.subject.name, record.suite] = gates["correct"]
+    known = {(trial.folder, load_suite(str(trial.suite)).name): trial.on_gpu for trial in tool.TRIALS.values()}
+    assert found == known

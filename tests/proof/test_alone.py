@@ -250,7 +250,7 @@ from tests.proof.fake_operator import attend
 
 
 def longer():
-    time.sleep(1.6 * library.SECONDS)
+    time.sleep(6 * library.SECONDS)
 
 
 library.wait = longer

@@ -319,7 +319,7 @@ def slow_bench(*, drawn):
 def test_what_takes_long_is_worked_out_after_the_rounds_of_one_process(drawn, thorough, worked_out):
     bench = slow_bench(drawn=drawn).run(["wall"], thorough=thorough)
     assert {arm.status for arm in bench.arms.values()} == {"measured"}
-    # Of the answers of all arms after the rounds; of one that was timed; and of one to values of which few are new.
+    # Once after the rounds, once for an answer that was timed, and once where few values are new.
     assert bench.operator.worked_out == worked_out
 
 

@@ -27,9 +27,10 @@ from ...gpu.ambient import without_autocast
 from ..error_scale import FIRST_SUMS, WIDE, Estimate, Format, Scale, coarse_products, terms_of
 from .errors import ds_with_errors, p_with_errors
 
+_kernels: Any = None
 if torch.version.cuda is not None:  # at once: what is loaded later is compared with no snapshot of the harness
     with contextlib.suppress(ImportError):
-        from . import errors_triton as _kernels  # noqa: F401
+        from . import errors_triton as _kernels
 
 _CHUNK_SCORES = 1 << 26  # 256 MiB in fp32, of which up to 14 are alive at once
 
@@ -156,15 +157,10 @@ def _chunks(
 
 def _forms(scores: Tensor) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return what computes P and its gradient with their errors: kernels, where there are some for this device."""
-    if scores.is_cuda:
-        try:
-            from . import errors_triton as kernels
-
-            kernels.refuse_device(scores.device)
-        except (ImportError, UnsupportedError):
-            pass
-        else:
-            return kernels.p_with_errors, kernels.ds_with_errors
+    if scores.is_cuda and _kernels is not None:
+        with contextlib.suppress(UnsupportedError):
+            _kernels.refuse_device(scores.device)
+            return _kernels.p_with_errors, _kernels.ds_with_errors
     return p_with_errors, ds_with_errors
 
 

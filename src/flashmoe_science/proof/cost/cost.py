@@ -32,8 +32,8 @@ _MODEL: dict[GateName, tuple[float, float, float, float]] = {
     "bench": (6.0, 0.1, 0.005, 3.0),
 }
 _LARGE = 1e11  # operations of a large case
-_QUICK_ROUNDS = 5
-_QUICK_CASES = 8  # the most; runs of before had all
+QUICK_ROUNDS = 5
+QUICK_CASES = 8  # the most, drawn by the seed of the run; older runs had all
 _OVER_RANKS = 5.0  # times as long: they meet at each step, load more libraries, and share larger problems
 _HISTORY = 10  # runs at most: the code changes, and old ones say little
 
@@ -151,8 +151,8 @@ def model_seconds(gate: GateName, size: RunSize) -> float:
     start, case, case_round, large = _MODEL[gate]
     # Launch has no control; quick the subject, the first baseline and its control.
     arms = {"launch": max(1, size.arms - 1), "correct": 1, "quick": min(size.arms, 3)}.get(gate, size.arms)
-    rounds = size.rounds if gate == "bench" else _QUICK_ROUNDS
-    cases = min(size.cases, _QUICK_CASES) if gate == "quick" else size.cases
+    rounds = size.rounds if gate == "bench" else QUICK_ROUNDS
+    cases = min(size.cases, QUICK_CASES) if gate == "quick" else size.cases
     workers, cells = (size.workers, size.cells) if gate == "bench" else (1, cases)
     seconds = workers * start + cells * (arms * (case + rounds * case_round) + size.large * large)
     return seconds * (_OVER_RANKS if size.over_ranks else 1.0)

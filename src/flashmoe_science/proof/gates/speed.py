@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..cost.cost import QUICK_CASES, QUICK_ROUNDS
 from ..judge.roofline import fewest_seconds, impossible_time
 from ..measure.launches import timed_otherwise
 from ..processes import TaskResult
@@ -18,8 +19,6 @@ from .alone import check_alone
 from .resume import has_cell, is_wide
 from .run import Outcome, Run, failed, first_of, no_timing, passed
 
-_QUICK_ROUNDS = 5
-_QUICK_CASES = 8  # the most, drawn by the seed of the run
 _QUICK_RANGE = (0.5, 2.0)  # times the speedup expected
 _WORST = ("not measured", "measured", "refused", "unavailable", "failed")  # an arm keeps the worst of all processes
 _SHOWN_PROBLEMS = 20
@@ -32,10 +31,10 @@ def measure_quickly(run: Run) -> Outcome:
     if run.no_timing_reason:
         return no_timing(run)
     kind: TimeKind = "graph" if "graph" in run.settings.times else run.settings.times[0]
-    settings = run.settings.model_copy(update={"rounds": _QUICK_ROUNDS, "processes": 1, "times": [kind]})
+    settings = run.settings.model_copy(update={"rounds": QUICK_ROUNDS, "processes": 1, "times": [kind]})
     cases: list[dict[str, Any]] = []
     # Whether work is ordered with the caller's stream, and follows few new values, is for the gate bench to say.
-    drawn = random.Random(f"{run.settings.seed}/quick").sample(run.todo, min(_QUICK_CASES, len(run.todo)))
+    drawn = random.Random(f"{run.settings.seed}/quick").sample(run.todo, min(QUICK_CASES, len(run.todo)))
     names = [name for name in run.todo if name in drawn]
     step = _Step(settings, 0, [kind], names, done=0, total=len(names), thorough=False)
     first = run.request.baselines[:1]  # what was expected is over the first

@@ -14,7 +14,7 @@ from statistics import median
 
 from ..records.evidence import Alone, CaseRecord, GateStatus, Record, TimeKind
 
-MOST_TIMES = 1.2  # as long beside the subject as alone; without a handicap 1.08 was the most of kernel and graph times
+MOST_TIMES = 1.2  # as long beside the subject as alone; processes of one run differ by less in kernel and graph times
 MOST_CASES = 3
 ROUNDS = 5  # of the process without the subject
 _SAME = 1e-9  # as a share: of two ways to work out the same number
@@ -49,8 +49,8 @@ def compare_alone(case: CaseRecord, baseline: str, kind: TimeKind, seconds: Sequ
 def beside_seconds(case: CaseRecord, baseline: str, kind: TimeKind) -> float:
     """Return the least of the medians of the processes that hold the subject; infinite where there is none.
 
-    A process can be slow as a whole: of those with wall times in ``evidence/``, one in nine took a fifth more than the
-    fastest of its run. A handicap that some processes lack shows in the width of the intervals.
+    A process can be slow as a whole, in wall time above all. A handicap that some processes lack shows in the width of
+    the intervals.
     """
     medians = [
         median(compress(column, [p == process for p in rounds.process]))

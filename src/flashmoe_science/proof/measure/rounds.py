@@ -30,7 +30,6 @@ from .shared_state import SharedState
 ROUNDS_PER_SESSION = 10  # a profiler's buffers are finite
 
 _PARTS = 4  # answers to values of which few are new
-_LONG_TRUTH_S = 1.0  # an exact answer that takes longer is worked out once before the rounds
 _NO_SUBJECT = "the subject cannot be measured in this case"
 
 
@@ -217,7 +216,7 @@ def _find_expected(
             found[place] = Whole(case.operator, case.problem, input_sets[place])
 
         seconds = min(seconds, max(meet(timer.wall_seconds([find]), "the truth took")))  # the first loads libraries
-        if seconds > _LONG_TRUTH_S:
+        if seconds > schedule.SLOW_TRUTH_S:
             break
     return found, seconds
 
