@@ -1,4 +1,4 @@
-"""Run the barriers of decode_gluon_sm90, as it is and with ``mla_two_scorers.patch`` or ``mla_few_heads.patch``, in random interleavings.
+"""Run the barriers of decode_gluon_sm90 and of ``few_gluon_sm90``, as they are and with ``mla_two_scorers.patch``, in random interleavings.
 
     python3 lab/decode/mla_protocol.py [SEEDS]
 

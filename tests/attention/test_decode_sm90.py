@@ -44,30 +44,20 @@ def test_it_serves_mla_on_hopper(heads, page_size):
         tiles_m = -(-heads * seqlen_q // 64)
         assert plan.shares is not None
         assert plan.launches[0].grid == (tiles_m * plan.shares.programs, 1, 1)
-        assert plan.launches[0].pattern == "_decode_sm90_kernel"
+        few = heads * seqlen_q <= 16
+        assert plan.launches[0].pattern == ("_few_rows_sm90_kernel" if few else "_decode_sm90_kernel")
+        assert plan.launches[0].block == ((128 if few else 384), 1, 1)
         assert plan_with_kv_cache(problem, SPECS["B200"]).kernel == "decode_triton"
 
 
-def test_few_rows_with_little_to_read_go_to_triton():
-    """And where the bits must not depend on the batch, the rows alone decide."""
-    few = "up to 16 rows it pays with 4096 keys a sequence and 128 MiB of keys or more"
-    for problem in (
-        change(heads=16, batch=1),
-        change(heads=8, batch=128, capacity=1024),
-        change(heads=16, batch=8),
-        *(change(heads=16, batch=batch, batch_invariant=True) for batch in (1, 64)),
-        *(change(heads=16, batch=batch, num_splits=3) for batch in (1, 64)),
-    ):
-        plan = plan_with_kv_cache(problem, H200)
-        assert plan.kernel == "decode_triton"
-        promised = problem.batch_invariant or problem.num_splits
-        assert ("bits are not to depend on the batch" if promised else few) in plan.reason
-        assert plan_with_kv_cache(problem, H200, "decode_gluon_sm90").kernel == "decode_gluon_sm90"
-    for problem in (
-        change(heads=32, batch=1, capacity=64),
-        change(heads=16, batch=1, seqlen_q=2, batch_invariant=True),
-    ):
-        assert plan_with_kv_cache(problem, H200).kernel == "decode_gluon_sm90"
+def test_rows_alone_choose_the_kernel():
+    """Also where the bits must not depend on the batch: neither it nor the keys have a say."""
+    for sizes, few in (({"heads": 16, "seqlen_q": 1}, True), ({"heads": 16, "seqlen_q": 2}, False)):
+        for options in ({}, {"batch_invariant": True}, {"num_splits": 3}):
+            for batch, capacity in ((1, 64), (1, 8192), (64, 4096)):
+                plan = plan_with_kv_cache(change(batch=batch, capacity=capacity, **sizes, **options), H200)
+                assert plan.kernel == "decode_gluon_sm90"
+                assert (plan.launches[0].pattern == "_few_rows_sm90_kernel") == few
 
 
 REFUSED = {
@@ -142,7 +132,7 @@ COMPILED = [
     for (heads, seqlen_q), page_size, (return_lse, batch, dtype) in itertools.product(
         ((8, 1), (16, 3), (128, 1), (192, 2)), (0, 64), ((True, 16, "bf16"), (False, 1, "fp16"))
     )
-]  # fmt: skip
+] + [change(heads=16, num_splits=1)]  # fmt: skip
 
 
 def properties(problem: CacheProblem) -> Iterator[Hashable]:
@@ -150,20 +140,22 @@ def properties(problem: CacheProblem) -> Iterator[Hashable]:
     yield "rows", min(2, problem.heads * problem.seqlen_q // 64)
     yield "pages", problem.page_size
     yield "lse", problem.return_lse
+    yield "one share", problem.num_splits == 1
 
 
 @pytest.mark.triton
 @pytest.mark.parametrize("problem", all_but_some_with(COMPILED, properties), ids=str)
 def test_it_compiles(problem):
-    """Within shared memory, without spills: the outputs fill the registers of two warpgroups."""
+    """Within shared memory, without spills: the outputs of many rows fill the registers of two warpgroups."""
     plan = plan_with_kv_cache(problem, H200, "decode_gluon_sm90")
     decode = prepare_cache_kernels(plan)[0]
-    assert decode.source.name == "_decode_sm90_kernel"
+    few = problem.packed_rows <= 16
+    assert decode.source.name == ("_few_rows_sm90_kernel" if few else "_decode_sm90_kernel")
     found = read_resources(decode.source, 90)
     assert found.spill_bytes == 0
     assert found.shared_memory_bytes <= H200.shared_memory_per_block_bytes
-    # 36 for scores of 576 columns, 4 for each half of the output.
-    assert sum(count for name, count in found.instructions.items() if "GMMA" in name) == 44
+    # 36 for scores of 576 columns; 4 for each half of the output, or for each 64 columns of it.
+    assert sum(count for name, count in found.instructions.items() if "GMMA" in name) == (68 if few else 44)
     count_parameters(decode.source, compile_kernel(decode.source, 90).asm["ptx"])
 
 

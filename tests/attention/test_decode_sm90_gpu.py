@@ -85,18 +85,20 @@ def test_prompts_over_a_cache():
     run(mla((300, 1000), 2000, heads=128, seqlen_q=77, page_size=64, options={"causal": True}))
 
 
-def test_large_scores():
+@pytest.mark.parametrize("heads", [16, 128])
+def test_large_scores(heads):
     """The maximum rises along the keys, and the output so far is scaled down."""
-    case = mla((3000, 2000), 3000, heads=128)
+    case = mla((3000, 2000), 3000, heads=heads)
     tensors = make_tensors(case, "cuda")
     tensors["q"] *= 20
     tensors["k_cache"][:, :, :, 512:] *= torch.linspace(0, 3, 3000, device="cuda")[None, :, None, None].bfloat16()
     assert_cache_right(case, tensors, kernel=KERNEL)
 
 
-def test_strides():
+@pytest.mark.parametrize("heads", [4, 32])
+def test_strides(heads):
     """Queries ``[B, S, H, D]``; rows of a cache that are apart, and pages of a pool that has more in each."""
-    tensors = make_tensors(mla((700, 64), 800, heads=32, seqlen_q=3), "cuda")
+    tensors = make_tensors(mla((700, 64), 800, heads=heads, seqlen_q=3), "cuda")
     expected, _ = call(tensors, kernel=KERNEL)
     q = tensors["q"].transpose(1, 2).contiguous().transpose(1, 2)
     wide = torch.zeros(2, 900, 1, 640, device="cuda", dtype=torch.bfloat16)
@@ -124,7 +126,7 @@ def test_pages_past_two_to_the_31():
     assert torch.equal(call(moved, kernel=KERNEL)[0], call(small, kernel=KERNEL)[0])
 
 
-@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("heads", [8, 16, 128])
 def test_the_same_bits_in_every_run(heads):
     case = mla((3000, 17, 2000, 900), 3000, heads=heads, seqlen_q=2, page_size=64, options={"causal": True})
     tensors = make_tensors(case, "cuda")

@@ -183,12 +183,14 @@ def test_each_kernel_can_be_forced_and_promises_its_instruction():
     problem = OPERATOR.parse_case({**TABLE, "dtype": "bf16", "heads": 64, "page_size": 16, **MLA})
     assert "pages of 16" in (OPERATOR.refusal("decode_gluon_sm90", problem, "H200") or "")
     problem = OPERATOR.parse_case({**TABLE, "dtype": "bf16", "heads": 64, **MLA})
-    for subject, kernel, instruction in (
-        ("flash_attention_with_kv_cache", "_decode_sm90_kernel", "*GMMA*"),
-        ("decode_gluon_sm90", "_decode_sm90_kernel", "*GMMA*"),
-        ("decode_triton", "_decode_kernel", "*MMA*"),
+    few = OPERATOR.parse_case({**TABLE, "dtype": "bf16", "heads": 16, **MLA})
+    for subject, case, kernel, instruction in (
+        ("flash_attention_with_kv_cache", problem, "_decode_sm90_kernel", "*GMMA*"),
+        ("decode_gluon_sm90", problem, "_decode_sm90_kernel", "*GMMA*"),
+        ("decode_gluon_sm90", few, "_few_rows_sm90_kernel", "*GMMA*"),
+        ("decode_triton", problem, "_decode_kernel", "*MMA*"),
     ):
-        job = OPERATOR.compile_jobs(subject, [problem], ["H200"])[0]
+        job = OPERATOR.compile_jobs(subject, [case], ["H200"])[0]
         assert job.label.startswith(f"{kernel} ")
         assert job.instruction == instruction
         assert job.run().problems == ()

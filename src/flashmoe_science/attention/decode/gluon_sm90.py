@@ -39,14 +39,10 @@ from ...gpu.gluon_sm90 import (
 from ...gpu.gluon_versions import aggregate, barrier, tma_load
 from ..forward.primitives_sm90 import exponentials, partial_sums, update_row_max
 from ..kernel_arguments import KVSplits, LatentSizes, NewStrides
-from .primitives_sm90 import find_share, launch_dependents, uniform
+from .primitives_sm90 import COLUMNS, KEYS, MORE, STAGES, find_share, launch_dependents, uniform
 
 ROWS = gl.constexpr(64)  # of a program
-KEYS = gl.constexpr(64)  # of a tile
-COLUMNS = gl.constexpr(512)  # that keys and values share
-MORE = gl.constexpr(64)  # that keys have besides
 HALF = gl.constexpr(256)  # of the output, of one warpgroup
-STAGES = gl.constexpr(2)  # tiles of keys in shared memory
 _BOTH = gl.constexpr(256)  # threads of the two warpgroups
 # Barriers of the hardware.
 _FREE = FIRST_BARRIER  # both have read a slot: two

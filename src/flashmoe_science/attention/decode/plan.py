@@ -15,7 +15,7 @@ from ..forward.plan import MAX_HEAD_DIM
 from ..problem import MAX_SPLITS
 from ..tiles import block_dim
 from .config import DecodeConfig
-from .plan_sm90 import HOPPER_DECODE, HOPPER_DECODE_KERNEL, hopper_decode_is_slower, hopper_decode_refusal
+from .plan_sm90 import FEW_ROWS, HOPPER_DECODE_KERNEL, hopper_decode_config, hopper_decode_refusal
 from .problem import CacheProblem
 
 CACHE_KERNELS = (HOPPER_DECODE_KERNEL, "decode_triton", "reference")
@@ -170,6 +170,7 @@ _WIDEST_TILE = 256  # columns of K, or of V, of the tables but for MLA's rows
 # D above 256 with values of their own, on every architecture, by bytes of an element: 32 keys and values have 64 KB.
 _WIDE_CONFIGS = {2: (_D(16, 32, 8, 2, 1), _D(32, 32, 8, 2, 1)), 4: (_D(16, 16, 8, 1, 1),)}
 _FP8_ARCH = 89  # the first with instructions that convert e4m3
+_FEW_SHARES = 12  # of each sequence, if lengths are alike: up to here MLA's merge takes them in a step or two
 MERGE_WARPS = 4
 APPEND_WARPS = 4
 APPEND_TOKENS = 4  # of one program
@@ -271,6 +272,14 @@ def _merge_config(problem: CacheProblem, shares: KVSplits, sms: int) -> MergeCon
         # The tile decides in which order shares are summed, and where a product and a sum are rounded as one, so it is
         # the same for every batch and capacity: 16 shares, which are all of a sequence with 8 K/V heads on 132 SMs.
         return MergeConfig(1, columns, 16)
+    alike = shares.uniform if shares.schedule == "balanced" else shares.splits
+    if problem.shared_kv and problem.head_dim_v == 512 and alike <= _FEW_SHARES:
+        # One wave of programs with few registers: 4 us at 64 sequences of 4k keys and 16 heads, where 4,096 programs
+        # with steps of 64 shares took 29 (lab/decode/11_mla_few_heads_h200.txt). Where one sequence has nearly all
+        # keys, many steps in turn cost 10 us.
+        if rows <= 8 * sms:
+            return MergeConfig(1, 512, 8)
+        return MergeConfig(1 if rows <= 16 * sms else 4, 512, 4)
     block_s = min(64, 1 << (shares.most - 1).bit_length())
     if rows >= 8 * sms:
         return MergeConfig(4, columns, min(block_s, 16))
@@ -320,11 +329,11 @@ def _gpu_plan(problem: CacheProblem, gpu: GpuSpec, kernel: str) -> DecodePlan:
         raise UnsupportedError(f"{kernel} does not serve {problem.describe()}: {refusal}", hint="auto serves it")
     why = "it was asked for"
     if kernel == "auto":
-        refusal = refusal or hopper_decode_is_slower(problem)
         passed_over = f"; {HOPPER_DECODE_KERNEL} is passed over ({refusal})" if problem.shared_kv else ""
         why = f"there is a cache{passed_over}" if refusal else "values are columns of the keys, and this is a Hopper"
     if kernel != "decode_triton" and refusal is None:
-        return _decode_plan(problem, gpu.name, gpu.arch, gpu.sms, HOPPER_DECODE_KERNEL, HOPPER_DECODE, why)
+        config = hopper_decode_config(problem)
+        return _decode_plan(problem, gpu.name, gpu.arch, gpu.sms, HOPPER_DECODE_KERNEL, config, why)
     config = decode_config(problem, gpu.arch, gpu.sms)
     return _decode_plan(problem, gpu.name, gpu.arch, gpu.sms, "decode_triton", config, why)
 
@@ -367,7 +376,9 @@ def _decode_plan(
     shares, reason = plan_shares(problem, config, sms)
     tiles_m = _cdiv(problem.packed_rows, config.block_m)
     grid = (tiles_m * problem.heads_kv * shares.programs, 1, 1)
-    main = "_decode_sm90_kernel" if kernel == HOPPER_DECODE_KERNEL else "_decode_kernel"
+    main = "_decode_kernel"
+    if kernel == HOPPER_DECODE_KERNEL:
+        main = "_few_rows_sm90_kernel" if config.block_m <= FEW_ROWS else "_decode_sm90_kernel"
     launches.append(PlannedLaunch(main, grid, (32 * config.num_warps, 1, 1)))
     merge = None
     if shares.most > 1:

@@ -8,14 +8,17 @@ from .config import DecodeConfig
 from .problem import CacheProblem
 
 HOPPER_DECODE_KERNEL = "decode_gluon_sm90"
-# Its one tile: two warpgroups, and four more warps of which one is the producer.
+FEW_ROWS = 16  # up to which products are transposed: 64 rows of the matrix units are 64 keys, or 64 columns
+# For few rows one warpgroup, which copies for itself; else two, and four more warps of which one copies.
+HOPPER_FEW_ROWS = DecodeConfig(FEW_ROWS, 64, 4, 2, 1)
 HOPPER_DECODE = DecodeConfig(64, 64, 12, 2, 1)
 _COLUMNS, _MORE = 512, 64  # columns that keys share with values, and further columns of the keys
 _MOST = 2**29  # rows, keys
-# Up to 16 rows both kernels wait for memory, and decode_triton starts faster. This kernel takes 47.8 us instead of 49.2
-# with 16 sequences of 8k keys, and 107.6 instead of 110.1 with 64 of 4k, but 14.8 instead of 13.2 with one of 8k, and
-# 51.8 instead of 49.9 with 128 of 1k (lab/decode/3_mla.txt).
-_FEW_ROWS, _MANY_KEYS, _MANY_BYTES = 16, 4096, 128 << 20
+
+
+def hopper_decode_config(problem: CacheProblem) -> DecodeConfig:
+    """Return the tile of ``decode_gluon_sm90``; rows alone decide, so that no bits depend on the batch."""
+    return HOPPER_FEW_ROWS if problem.packed_rows <= FEW_ROWS else HOPPER_DECODE
 
 
 def hopper_decode_refusal(problem: CacheProblem, gpu: GpuSpec) -> str | None:
@@ -45,23 +48,6 @@ def hopper_decode_refusal(problem: CacheProblem, gpu: GpuSpec) -> str | None:
     if features:
         return f"it serves no {' and no '.join(features)}"
     return _layout_refusal(p)
-
-
-def hopper_decode_is_slower(problem: CacheProblem) -> str | None:
-    """Return why ``decode_triton`` is expected to be faster, or None.
-
-    With ``batch_invariant`` or ``num_splits``, which promise the same bits, batch and capacity have no influence.
-    """
-    p = problem
-    if p.packed_rows > _FEW_ROWS:
-        return None
-    if p.batch_invariant or p.num_splits:
-        return f"up to {_FEW_ROWS} rows it pays in large batches alone, and bits are not to depend on the batch"
-    if p.seen_keys >= _MANY_KEYS and p.kv_bytes >= _MANY_BYTES:
-        return None
-    return (
-        f"up to {_FEW_ROWS} rows it pays with {_MANY_KEYS} keys a sequence and {_MANY_BYTES >> 20} MiB of keys or more"
-    )
 
 
 def _layout_refusal(p: CacheProblem) -> str | None:

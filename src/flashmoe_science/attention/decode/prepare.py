@@ -20,8 +20,11 @@ from ..problem import LOG2_E, Strides
 from ..tiles import block_dim
 from .append_triton import _append_kernel
 from .config import DecodeConfig
-from .gluon_sm90 import COLUMNS, KEYS, MORE, ROWS, _decode_sm90_kernel
+from .few_gluon_sm90 import _few_rows_sm90_kernel
+from .gluon_sm90 import _decode_sm90_kernel
 from .plan import APPEND_TOKENS, APPEND_WARPS, MERGE_WARPS, DecodePlan, KVSplits, MergeConfig
+from .plan_sm90 import FEW_ROWS
+from .primitives_sm90 import COLUMNS, KEYS, MORE
 from .problem import CacheProblem, alignments
 from .split_kv_triton import _decode_kernel, _merge_splits_kernel
 
@@ -32,6 +35,7 @@ def prepare_cache_kernels(plan: DecodePlan) -> tuple[PreparedKernel, ...]:
         "_append_kernel": _append,
         "_decode_kernel": _decode,
         "_decode_sm90_kernel": _decode_hopper,
+        "_few_rows_sm90_kernel": _decode_hopper,
         "_merge_splits_kernel": _merge,
     }
     return tuple(makers[launch.pattern](plan, launch.grid) for launch in plan.launches)
@@ -231,10 +235,12 @@ def _decode(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
 
 
 def _decode_hopper(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
-    p, shares, kind = plan.problem, plan.shares, plan.problem.dtype
+    p, config, shares, kind = plan.problem, plan.config, plan.shares, plan.problem.dtype
+    assert isinstance(config, DecodeConfig)
     assert isinstance(shares, KVSplits)
-    heads = min(p.heads, ROWS.value)  # of a tile
-    queries, keys = (1, ROWS.value // heads, heads), (1, KEYS.value)
+    rows = config.block_m
+    heads = min(p.heads, rows)  # of a tile
+    queries, keys = (1, rows // heads, heads), (1, KEYS.value)
     q_shape, k_shape = (p.batch, p.seqlen_q, p.heads, p.head_dim), (p.pages, p.page_size or p.capacity, p.head_dim)
     q_strides = p.q_strides[0], p.q_strides[2], p.q_strides[1], 1
     k_strides = *p.k_strides[:2], 1
@@ -255,14 +261,16 @@ def _decode_hopper(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKern
     constants = {
         "HEADS": p.heads,
         "PAGE_SIZE": p.page_size,
-        "TILES_M": -(-p.packed_rows // ROWS.value),
         "IS_CAUSAL": p.window[1] == 0,
         "BALANCED": shares.schedule == "balanced",
         "BLOCK_B": _block_b(p, shares),
         "STORE_LSE": p.return_lse,
-        "REGISTERS": HOPPER_REGISTERS[2],
     }
-    source = kernel_source(_decode_sm90_kernel, arguments, constants, num_warps=4, dependent_launch=True)
+    function = _few_rows_sm90_kernel
+    if rows > FEW_ROWS:
+        function = _decode_sm90_kernel
+        constants |= {"TILES_M": -(-p.packed_rows // rows), "REGISTERS": HOPPER_REGISTERS[2]}
+    source = kernel_source(function, arguments, constants, num_warps=4, dependent_launch=True)
     return prepare_kernel(source, grid, arguments)
 
 

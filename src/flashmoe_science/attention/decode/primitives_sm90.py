@@ -1,10 +1,14 @@
-"""Primitives of the Hopper decode kernel (Gluon): splits of the keys, cut as ``decode_triton`` cuts them."""
+"""Primitives of the Hopper decode kernels (Gluon): sizes, and splits of the keys, cut as by ``decode_triton``."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+KEYS = gl.constexpr(64)  # of a tile
+COLUMNS = gl.constexpr(512)  # that keys and values share
+MORE = gl.constexpr(64)  # that keys have besides
+STAGES = gl.constexpr(2)  # tiles of keys in shared memory
 _LENGTHS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 

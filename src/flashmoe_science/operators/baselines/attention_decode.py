@@ -254,7 +254,7 @@ class WideCaches(Baseline):
 
     name = "wide-cache"
     distribution = None
-    kernels = ("_decode_kernel", "_decode_sm90_kernel", "_merge_splits_kernel")
+    kernels = ("_decode_kernel", "_decode_sm90_kernel", "_few_rows_sm90_kernel", "_merge_splits_kernel")
 
     def load(self) -> Callable[..., Any]:
         """Import the function."""
