@@ -54,8 +54,8 @@ def test_graph_call_count(seconds, sets, calls):
     assert schedule.graph_call_count(seconds, sets, graph_seconds=4e-4, graph_calls=100) == calls
 
 
-@pytest.mark.parametrize(("bytes_per_set", "sets"), [(4 << 30, 8), (5 << 30, 7), (30 << 30, 2), (1024, 8)])
-def test_calls_over_ranks_have_eight_sets_where_a_quarter_of_the_memory_holds_them(bytes_per_set, sets):
+@pytest.mark.parametrize(("bytes_per_set", "sets"), [(2 << 30, 8), (3 << 30, 5), (30 << 30, 2), (1024, 8)])
+def test_calls_over_ranks_have_eight_sets_where_an_eighth_of_the_memory_holds_them(bytes_per_set, sets):
     least = schedule.sets_over_ranks(bytes_per_set, 141 << 30)
     assert least == sets
     count = schedule.input_set_count(bytes_per_set, 60 * MIB, 0.0, at_least=least)

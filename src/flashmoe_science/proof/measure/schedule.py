@@ -20,7 +20,9 @@ LONGEST_TRUTH_S = 0.1  # an exact answer that takes longer is not worked out in 
 SLOW_TRUTH_S = 0.5  # one that takes longer is worked out in one process of gate bench, which is drawn
 LONGEST_SAMPLE_S = 0.05  # one block of wall calls, or one replay of a graph; a single call may last longer
 LONGEST_BLOCK_OVER_RANKS_S = 0.1  # of wall calls: ranks that have waited for one another start late
-MEMORY_OF_SETS = 0.25  # of the GPU, for more sets of calls over ranks than the cache asks for
+MEMORY_OF_SETS = (
+    0.125  # of the GPU, for more sets of calls over ranks than the cache asks for: arms copy some, and make results
+)
 LONGEST_REPLAYS_S = 0.25  # all replays of one capture
 MIN_WALL_CALLS = 3  # in a block; 1 of calls that take longer than ``LONGEST_BLOCK_OVER_RANKS_S``
 KERNEL_CALLS = 5  # calls whose median is one sample of kernel time
@@ -41,7 +43,7 @@ def input_set_count(
 
 
 def sets_over_ranks(bytes_per_set: int, memory_bytes: int) -> int:
-    """Return how many sets there are at least for calls over ranks: 8 where a quarter of the memory holds them.
+    """Return how many sets there are at least for calls over ranks: 8 where an eighth of the memory holds them.
 
     With two, a block had two wall calls, and mostly told how long a rank that has waited needs to start.
     """
