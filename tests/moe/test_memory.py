@@ -28,9 +28,9 @@ from flashmoe_science.proof.subject.suites import load_suite
 from .cases import Case, make_tensors
 
 FROZEN = ("x", "topk_weights")
-# For shapes of moe-train, by first word of their origin, with so many tokens, and for BEYOND: what a backward pass needs
-# at its peak beyond gradients, as multiples of what is kept, the product that it overwrites among them; and the parts in
-# which it makes weighted activations and rows of dx. Then the same where experts are not trained: as many parts of dx.
+# For shapes of moe-train, by first word of their origin, with so many tokens, and for BEYOND: what a backward pass
+# needs at its peak beyond gradients, as multiples of what is kept, the product that it overwrites among them; and the
+# parts in which it makes weighted activations and rows of dx. Then the same where experts are not trained.
 PEAKS = """
 DeepSeek-V3, 1024: 1.016x in 1 and 1; 1.880x in 2
 DeepSeek-V3, 4096: 1.008x in 1 and 1; 1.255x in 7
