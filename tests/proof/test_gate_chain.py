@@ -295,6 +295,27 @@ def test_after_three_crashes_the_rest_is_not_checked(monkeypatch):
     assert [case.correct for case in record.cases] == [False, False, False, None, None]
 
 
+@pytest.mark.parametrize("sizes", [(65,), (65, 66)])
+def test_a_call_that_leaves_the_gpu_unusable_is_named_with_what_mends_it(monkeypatch, sizes):
+    reason = "stress draw odd_offset: raised AcceleratorError: CUDA error: misaligned address"
+
+    def lose(task, payload, *, on_event, **_):
+        name = payload["cases"][0]["name"]
+        on_event({"event": "start", "name": name})
+        case = {"name": name, "status": "failed", "reason": reason, "accuracy": None, "stand_in": ""}
+        on_event({"event": "case", "case": case})
+        lost = f"SubjectError: case {name} left the GPU unusable: CUDA error"
+        return TaskResult(ok=False, data=None, reason=lost, seconds=1.0, output_tail="")
+
+    monkeypatch.setitem(chain._GATES, "import", lambda _: passed("left out"))
+    monkeypatch.setattr(run, "run_task", lose)
+    record = run_chain(request_of(HONEST, *(replace(SHORT, seqlen_q=size) for size in sizes)))
+    gate = gate_of(record, "correct")
+    assert reason in gate.summary
+    assert gate.hint == 'not_served = ["odd_offset"] in the kernel.toml says that the kernel does not take such inputs'
+    assert "left the GPU unusable" in "".join(gate.details)
+
+
 def test_hang_fails_its_case_says_where_and_ends_the_gate(tmp_path, hang):
     code = f"import time\ndef attend(q, k, v, *, causal, softmax_scale): {hang}\n"
     subject = write_subject(tmp_path, code, tail="[limits]\ncorrect_cpu_s = 120")

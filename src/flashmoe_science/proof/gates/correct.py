@@ -57,8 +57,8 @@ def check_results(run: Run) -> Outcome:
     details = [f"{case['name']}: {case['reason']}" for case in checks.results if case["reason"]]
     if checks.ended or checks.ending:
         details += [f"{name}: {ending}" for name, ending in checks.ended.items()]
-        summary = _say_ended(run, checks, wrong)
-        return failed(summary, hint=checks.hint, details=[*details, *checks.tail])
+        summary, reason = _say_ended(run, checks, wrong)
+        return failed(summary, hint=checks.hint or _mend(reason), details=[*details, *checks.tail])
     if wrong:
         of = counted(len(checks.results), "case")
         summary = f"wrong in {len(wrong)} of {of}; {wrong[0]['name']}: {wrong[0]['reason']}"
@@ -165,16 +165,20 @@ def _note_end(run: Run, checks: _Checks, ending: str) -> None:
         _mark_wrong(run, name, ending)
 
 
-def _say_ended(run: Run, checks: _Checks, wrong: list[dict[str, Any]]) -> str:
-    """Return the cases that ended their processes, how they did, and the results of the others."""
+def _say_ended(run: Run, checks: _Checks, wrong: list[dict[str, Any]]) -> tuple[str, str]:
+    """Return the cases that ended their processes, how they did, and the results of the others; and the first reason.
+
+    A case that left the GPU unusable has said before what it failed in.
+    """
     if not checks.ended:
-        return checks.ending
+        return checks.ending, checks.ending
     names = list(checks.ended)
-    first = checks.ended[names[0]]
+    said = {case["name"]: case["reason"] for case in checks.results if case["status"] == "failed"}
+    first = said.get(names[0]) or checks.ended[names[0]]
     hung = names.pop() if checks.hung else ""  # the last: a hang ends the gate
     of = counted(len(run.todo), "case")
     if len(run.todo) == 1:
-        return f"case {hung or names[0]}: {first}"
+        return f"case {hung or names[0]}: {first}", first
     parts = []
     if names:
         parts.append(f"{len(names)} of {of} ended the process, {few(names)}: {first}")
@@ -187,7 +191,7 @@ def _say_ended(run: Run, checks: _Checks, wrong: list[dict[str, Any]]) -> str:
         parts.append(f"a fresh process: {checks.ending}")
     right = sum(case["status"] == "passed" for case in checks.results)
     parts.append(f"{right} right" + (f", {len(checks.left)} not checked" if checks.left else ""))
-    return "; ".join(parts)
+    return "; ".join(parts), first
 
 
 def _kept_results(run: Run) -> list[dict[str, Any]]:
