@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import json
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from flashmoe_science.proof.gates import ProveRequest, prove
 from flashmoe_science.proof.processes import TaskResult
@@ -118,6 +124,22 @@ def run_chain(request: ProveRequest, recorder: Recorder | None = None) -> Record
     return prove(request, progress=recorder, save=recorder.save)
 
 
+def run_here(task: str, payload: dict[str, Any], *, on_event: Any = None, **_: Any) -> TaskResult:
+    """Run a task in this process, in place of a worker of its own. What the task raises is raised here."""
+    module, name = task.split(":")
+    known, begun = set(sys.modules), time.monotonic()
+    with torch.set_grad_enabled(torch.is_grad_enabled()):  # put back what the task leaves
+        data = getattr(importlib.import_module(module), name)(json.loads(json.dumps(payload)), on_event or _ignore)
+    for new in set(sys.modules) - known:  # subjects, with what they keep: the next task imports them anew
+        if str(getattr(sys.modules[new], "__file__", "")).startswith(str(SUBJECTS)):
+            del sys.modules[new]
+    return TaskResult(ok=True, data=data, reason="", seconds=time.monotonic() - begun, output_tail="")
+
+
+def _ignore(_event: dict[str, Any]) -> None:
+    """Take an event that nobody asked for."""
+
+
 def statuses(record: Record) -> dict[str, str]:
     """Return gate -> status as one word."""
     words = {GateStatus.NOT_POSSIBLE: "not possible", GateStatus.NOT_REACHED: "not reached"}
@@ -136,6 +158,12 @@ def until(name: str, status: str = "failed") -> dict[str, str]:
     names = ["sources", "build", "import", "launch", "correct", "quick", "bench"]
     at = names.index(name)
     return {n: "passed" if i < at else status if i == at else "not reached" for i, n in enumerate(names)}
+
+
+def story(record: Record) -> str:
+    """Return what every gate said, for a test that fails."""
+    lines = [(f"{gate.name}: {gate.status.value}: {gate.summary}", *gate.details) for gate in record.gates]
+    return "\n".join(("", *(line for gate in lines for line in gate)))
 
 
 def launch(name: str = "attend_kernel", **changes: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 from flashmoe_science.proof.gates import chain, run
 
 from . import forked
-from .chain import GPU, FakeGpu, environment_with
+from .chain import GPU, FakeGpu, environment_with, run_here
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +24,21 @@ def forked_workers(request, monkeypatch):
 def own_path(monkeypatch):
     """Put ``sys.path`` back: an operator of a user's own adds the folder of its subject."""
     monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.fixture
+def import_left_out(monkeypatch):
+    """Leave gate import out: those after it import the subject too, and each process takes seconds on a GPU."""
+    monkeypatch.setitem(chain._GATES, "import", lambda _: run.passed("left out"))
+
+
+@pytest.fixture
+def in_this_process(monkeypatch, own_path):
+    """Run tasks in this process, for subjects that do it no harm: on a GPU a new one takes some seven seconds.
+
+    Tasks of gates quick and bench ask their parent, and cannot.
+    """
+    monkeypatch.setattr(run, "run_task", run_here)
 
 
 @pytest.fixture

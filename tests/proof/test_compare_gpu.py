@@ -15,6 +15,7 @@ from .repositories import commit
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timing,
+    pytest.mark.usefixtures("import_left_out"),
     pytest.mark.skipif(shutil.which("git") is None, reason="compares revisions, which needs git"),
 ]
 

@@ -19,6 +19,7 @@ from .test_interruption import ROOT
 pytestmark = pytest.mark.gpu  # not timing: what the times say is not the question here
 
 PROCESSES, ROUNDS = 2, 3
+BUILT = ("--gpu", "H100")  # not for every kind: what runs here is compiled when it is first called
 
 SUITE = """
 name = "three"
@@ -67,7 +68,7 @@ def start(folder, ssh, *args):
 
 
 def interrupt_and_resume(folder, ssh, *where):
-    few = ("--processes", str(PROCESSES), "--rounds", str(ROUNDS))  # of either there is more than one
+    few = ("--processes", str(PROCESSES), "--rounds", str(ROUNDS), *BUILT)  # of either there is more than one
     process = start(folder, ssh, "flash_attention", "--suite", "suites/three.toml", *few, *where)
 
     def is_timed():
@@ -80,7 +81,7 @@ def interrupt_and_resume(folder, ssh, *where):
     assert len(records(folder)) == 1, output
     (old,) = records(folder)
     assert old.incomplete_reason == "interrupted in gate bench", (old.incomplete_reason, output)
-    resumed = start(folder, ssh, "--resume", old.id, *where)
+    resumed = start(folder, ssh, "--resume", old.id, *BUILT, *where)
     output = resumed.communicate(timeout=600)[0]
     assert resumed.returncode in (0, 1, 4), output
     record = next(record for record in records(folder) if record.id != old.id)

@@ -253,6 +253,13 @@ def test_a_kernel_that_keeps_results_by_16_elements_is_found(times, length):
         assert bench.rounds is None
 
 
+def test_gate_quick_leaves_values_of_which_few_are_new_to_gate_bench():
+    bench = Bench()
+    bench.subject = loaded("ours", keyed_by_content(bench.gpu), role="subject", deterministic=True)
+    assert bench.run(["graph"], thorough=False).arms["ours"].status == "measured"
+    assert bench.seconds("graph")["ours"] == pytest.approx(bench.seconds("graph")["sdpa"])  # and nothing is gained
+
+
 @pytest.mark.parametrize("times", [["graph", "wall"], ["kernel"]])
 @pytest.mark.parametrize("length", [64, 2048, 8192])
 def test_a_kernel_that_keeps_results_by_all_elements_gains_nothing(times, length):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from typing import Any
 
 import pytest
@@ -92,6 +93,18 @@ def test_caught_at_gate_correct(name, monkeypatch):
     assert re.search(CAUGHT[name], gate_of(record, "correct").summary)
     assert record.cases[0].correct is False
     assert record.complete
+
+
+@pytest.mark.parametrize("name", ["stale_output", "head_transposed"])
+@pytest.mark.usefixtures("in_this_process")
+def test_a_chain_in_this_process_finds_the_same(name):
+    """As the tests on a GPU run it."""
+    before = set(sys.modules)
+    record = run_chain(attention_request(name, SHORT))
+    assert fails_at(record) == "correct"
+    assert re.search(CAUGHT[name], gate_of(record, "correct").summary)
+    assert not {name, "plain_torch"} & (set(sys.modules) - before)
+    assert torch.is_grad_enabled()
 
 
 TWO = attention(2, 2, 64, 64)

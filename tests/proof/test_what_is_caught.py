@@ -503,3 +503,17 @@ def test_every_test_that_the_page_names_is_there():
     assert subjects <= folders
     # Whatever is tried is on the page, except for what is honest.
     assert {name for name in folders if not name.startswith("honest")} == subjects
+
+
+def test_the_page_names_the_gates_at_which_a_gpu_catches_subjects():
+    page = (ROOT / "docs" / "explanation" / "what-is-caught.md").read_text()
+    found_by = {name: line for line in page.splitlines() for name in re.findall(r"`subjects/(\w+)`", line)}
+    blocks = (ROOT / "tests" / "proof" / "test_subjects_gpu.py").read_text().split("\n\n\n")
+    tried = [
+        (name, gate)
+        for block in blocks
+        for name in set(re.findall(r'"(\w+)"', block)) & set(found_by)
+        for gate in re.findall(r'until\("(\w+)"\)', block)
+    ]
+    assert len(tried) > 15
+    assert [(name, gate) for name, gate in tried if gate not in found_by[name].split("|")[2]] == []
