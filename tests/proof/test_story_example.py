@@ -18,7 +18,7 @@ from flashmoe_science.proof.records.evidence import Settings
 from flashmoe_science.proof.subject.loading import load_subject
 from flashmoe_science.proof.subject.suites import Suite
 
-from .chain import FEW, attention, captured, gate_of, launch, run_chain, statuses, until
+from .chain import FEW, SUBJECTS, attention, captured, gate_of, launch, run_chain, statuses, story, until
 
 STORY = Path(__file__).parents[2] / "examples" / "story"
 PAGE = " ".join((STORY.parents[1] / "docs" / "explanation" / "story.md").read_text(encoding="utf-8").split())
@@ -44,8 +44,8 @@ def fake_gpu(monkeypatch, gpu):
     return gpu
 
 
-def prove(state, folder=STORY, cases=CASES, **changes):
-    subject = load_subject(str(folder / STATES[state]))
+def prove(state, folder=STORY, cases=CASES, subject=None, **changes):
+    subject = replace(load_subject(str(folder / STATES[state])), **(subject or {}))
     suite = Suite("made-up", "attention", "Made for a test.", tuple(cases), folder)
     return run_chain(replace(ProveRequest(subject, suite, baselines=["sdpa"], command="flashmoe prove"), **changes))
 
@@ -60,7 +60,7 @@ def test_a_kernel_of_fewer_threads_is_stopped_at_gate_launch(fake_gpu):
     old = captured("story_a_wrong_binding", "subject", [launch(V1, shared_memory_bytes=528)], promises=promises)
     fake_gpu.capture = lambda payload: [old, captured("sdpa", "baseline", [launch("fmha")])]
     record = prove("a")
-    assert statuses(record) == until("launch")
+    assert statuses(record) == until("launch"), story(record)
     gate = gate_of(record, "launch")
     assert f"kernel {V1} ran with block (128, 1, 1), promised (384, 1, 1)" in gate.summary
     assert "look where the binding chooses" in gate.hint
@@ -69,7 +69,7 @@ def test_a_kernel_of_fewer_threads_is_stopped_at_gate_launch(fake_gpu):
 
 def test_tiles_too_large_are_stopped_at_gate_build_on_any_machine(no_gpu, tmp_path):
     record = prove("b", copied(tmp_path))
-    assert statuses(record) == until("build")
+    assert statuses(record) == until("build"), story(record)
     gate = gate_of(record, "build")
     assert gate.summary == "*attend_kernel*: 163840 bytes of shared memory a block promised, L4 has 101376"
     assert "smaller tiles or fewer stages" in gate.hint
@@ -83,7 +83,7 @@ def test_a_slow_kernel_is_stopped_at_gate_quick_with_the_blocks_it_had(fake_gpu)
     fake_gpu.launches = [launch(V2, grid=[2, 1, 1], block=[384, 1, 1], shared_memory_bytes=40960)]
     fake_gpu.seconds = {"story_d_serial_loop": 1e-4, "sdpa": 1e-5}
     record = prove("d", settings=FEW)
-    assert statuses(record) == until("quick")
+    assert statuses(record) == until("quick"), story(record)
     gate = gate_of(record, "quick")
     assert gate.summary == (
         "1.70x was expected, and it is about 0.10x of sdpa in graph time (geometric mean of 3 cases); "
@@ -93,6 +93,40 @@ def test_a_slow_kernel_is_stopped_at_gate_quick_with_the_blocks_it_had(fake_gpu)
     assert gate.hint.startswith("share the work over more blocks: split the keys")
 
 
+EXTENSION = f"""
+import sys
+
+import torch
+
+sys.path.append({str(SUBJECTS / "common")!r})
+from plain_torch import attend as attend_plainly
+
+
+@torch.library.custom_op("story::attend", mutates_args=())
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, is_causal: bool) -> torch.Tensor:
+    # As the kernel reads them, 16 bytes at a time: a GPU ends the process of a call that is not aligned.
+    if not all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (q, k, v)):
+        raise RuntimeError("misaligned address")
+    return attend_plainly(q, k, v, causal=is_causal, softmax_scale=scale)
+"""
+
+
+def test_the_state_without_a_fault_takes_inputs_of_any_layout(no_gpu, tmp_path):
+    folder = copied(tmp_path)
+    (folder / "build" / "f_asserted").mkdir(parents=True)
+    (folder / "build" / "f_asserted" / "story_extension.py").write_text(EXTENSION)
+    changes = {"build_command": None, "binaries": (), "devices": ("cpu",)}
+    record = prove("f", folder, (attention(2, 2, 64, 64), attention(1, 1, 4, 4)), until="correct", subject=changes)
+    assert statuses(record)["correct"] == "passed", story(record)
+    assert {"strided", "expanded", "odd_offset"} <= set(record.cases[0].stress_draws)
+
+
+@pytest.fixture(scope="module")
+def built_once(tmp_path_factory):
+    """Return a copy of the story for all states: those of the same flags share object files."""
+    return copied(tmp_path_factory.mktemp("states"))
+
+
 @NEEDS_NVCC
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the next test shows the same")
 def test_what_is_built_is_stopped_where_no_gpu_is_needed(no_gpu, tmp_path):
@@ -100,7 +134,7 @@ def test_what_is_built_is_stopped_where_no_gpu_is_needed(no_gpu, tmp_path):
     folder = copied(tmp_path)
     records = {state: prove(state, folder, gpus=["L4"]) for state in "ace"}
     ends = {state: next(g for g, s in statuses(record).items() if s != "passed") for state, record in records.items()}
-    assert ends == {"a": "launch", "c": "import", "e": "import"}
+    assert ends == {"a": "launch", "c": "import", "e": "import"}, "".join(map(story, records.values()))
     gates = {state: statuses(record)[ends[state]] for state, record in records.items()}
     assert gates == {"a": "not possible", "c": "failed", "e": "failed"}
 
@@ -143,6 +177,6 @@ def test_what_is_built_is_stopped_where_no_gpu_is_needed(no_gpu, tmp_path):
         ("f", None),
     ],
 )
-def test_every_state_is_stopped_on_a_gpu(tmp_path, state, gate):
-    record = prove(state, copied(tmp_path), settings=Settings(processes=1, rounds=4))
-    assert statuses(record) == (until(gate) if gate else dict.fromkeys(statuses(record), "passed")), record.gates
+def test_every_state_is_stopped_on_a_gpu(built_once, state, gate):
+    record = prove(state, built_once, settings=Settings(processes=1, rounds=4, times=["graph"]))
+    assert statuses(record) == (until(gate) if gate else dict.fromkeys(statuses(record), "passed")), story(record)

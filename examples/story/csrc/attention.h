@@ -7,7 +7,8 @@
 
 namespace story {
 
-// One call. Every tensor is contiguous: q and o [BH, SQ, D], k and v [BH, SK, D], BH being batch times heads.
+// One call. Every tensor is contiguous, at a multiple of 16 bytes: q and o [BH, SQ, D], k and v [BH, SK, D], BH being
+// batch times heads.
 struct Args {
   const void* q;
   const void* k;

@@ -19,7 +19,9 @@ static at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Ten
   const bool is_half = q.scalar_type() == at::kHalf;
   TORCH_CHECK(is_half || q.scalar_type() == at::kBFloat16, "q must be fp16 or bf16, got ", q.scalar_type());
   TORCH_CHECK(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(), "q, k, v: one dtype");
-  TORCH_CHECK(q.is_contiguous() && k.is_contiguous() && v.is_contiguous(), "q, k and v must be contiguous");
+  for (const at::Tensor& x : {q, k, v})  // the kernel loads 16 bytes at a time
+    TORCH_CHECK(x.is_contiguous() && reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0,
+                "q, k and v must be contiguous, and begin at a multiple of 16 bytes");
 #ifdef WITH_CUDA_TORCH
   const c10::cuda::CUDAGuard guard(q.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
