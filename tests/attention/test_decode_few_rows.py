@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from flashmoe_science.attention.decode import few_gluon_sm90, primitives_sm90
 from flashmoe_science.attention.decode.plan import plan_with_kv_cache
-from flashmoe_science.attention.decode.primitives_sm90 import COLUMNS, KEYS, MORE
+from flashmoe_science.attention.decode.primitives_sm90 import COLUMNS, KEYS, MORE, STAGES
 from flashmoe_science.attention.decode.problem import CacheProblem
 from flashmoe_science.attention.decode.reference import attention_with_kv_cache
 from flashmoe_science.attention.kernel_arguments import KVSplits, LatentSizes, NewStrides
@@ -104,11 +104,12 @@ class _Barrier:
     """An mbarrier of the copies of a slot."""
 
     def __init__(self, *, late: bool) -> None:
-        self.late, self.phase, self.expected, self.waiting = late, 0, 0, []  # type: ignore[var-annotated]
+        self.late, self.phase, self.asked, self.expected, self.waiting = late, 0, 0, 0, []  # type: ignore[var-annotated]
 
     def expect(self, count: int) -> None:
         assert not self.expected
         self.expected = count
+        self.asked += 1
 
     def copy(self, desc: _Descriptor, coordinates: list[Any], place: _Shared) -> None:
         self.expected -= desc.block_type.nbytes
@@ -126,6 +127,9 @@ class _Barrier:
         assert parity == self.phase & 1
         self.make_copies()
         self.phase += 1
+
+    def finish(self) -> None:
+        assert self.asked == self.phase, "a copy nobody waited for may arrive when the memory has another use"
 
 
 def _mma(a: _Shared, b: _Shared, acc: torch.Tensor, *, use_acc: bool = True, is_async: bool) -> torch.Tensor:
@@ -164,7 +168,9 @@ def _in_torch(module: Any, names: dict[str, Any]) -> dict[str, Any]:
     return known
 
 
-def _kernel(pid: int, *, late: bool) -> Any:
+def _kernel(pid: int, *, late: bool) -> tuple[Any, list[_Barrier]]:
+    """Return the kernel of one program, and its barriers."""
+    bars = [_Barrier(late=late) for _ in range(STAGES.value + 1)]
     skip = lambda *_: None  # noqa: E731 - a fence, or a barrier of all threads
     gluon = _gluon(pid)
     names: dict[str, Any] = {
@@ -173,9 +179,7 @@ def _kernel(pid: int, *, late: bool) -> Any:
         "make_tiles": lambda desc, count: gluon.allocate_shared_memory(
             desc.dtype, [count, *desc.block_type.shape], None
         ),
-        "make_barriers": lambda count, _: SimpleNamespace(
-            index=[_Barrier(late=late) for _ in range(count)].__getitem__
-        ),
+        "make_barriers": lambda count, _: SimpleNamespace(index=bars[:count].__getitem__),
         "mbarrier": SimpleNamespace(
             expect=lambda bar, count: bar.expect(count), wait=lambda bar, parity: bar.wait(parity)
         ),
@@ -183,7 +187,8 @@ def _kernel(pid: int, *, late: bool) -> Any:
         "warpgroup_mma": _mma, "warpgroup_mma_wait": lambda _, deps: deps[0],
     }  # fmt: skip
     primitives = _in_torch(primitives_sm90, {"gl": gluon})
-    return _in_torch(few_gluon_sm90, {**names, "find_share": primitives["find_share"]})["_few_rows_sm90_kernel"]
+    found = _in_torch(few_gluon_sm90, {**names, "find_share": primitives["find_share"]})
+    return found["_few_rows_sm90_kernel"], bars
 
 
 def _attend(
@@ -205,7 +210,8 @@ def _attend(
     balanced = shares.schedule == "balanced"
     table, lengths = tensors.get("page_table"), tensors.get("cache_seqlens")
     for pid in range(plan.launches[0].grid[0]):
-        _kernel(pid, late=late)(
+        kernel, bars = _kernel(pid, late=late)
+        kernel(
             _Descriptor(q, (1, tokens, p.heads, COLUMNS.value)), _Descriptor(cache, (1, KEYS.value, COLUMNS.value)),
             None if table is None else _Pointer(table.flatten()), None if lengths is None else _Pointer(lengths),
             _Pointer(o.view(-1)), _Pointer(lse.view(-1)), _Pointer(o_part.view(-1)), _Pointer(sums_part.view(-1)),
@@ -214,6 +220,8 @@ def _attend(
             p.scale * math.log2(math.e), p.heads, p.page_size, p.window[1] == 0, balanced,
             1 << (p.batch - 1).bit_length() if balanced else 1, True,
         )  # fmt: skip
+        for bar in bars:
+            bar.finish()
     for b in range(p.batch):
         if balanced:
             counts = [_share_of(n, p, lengths, splits) for n in range(shares.programs)]
@@ -247,7 +255,13 @@ def _share_of(
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
 @pytest.mark.parametrize(
     ("heads", "seqlen_q", "options"),
-    [(16, 1, {}), (8, 2, {"causal": True}), (2, 3, {"causal": True, "num_splits": 3}), (4, 4, {"num_splits": 1})],
+    [
+        (16, 1, {}),
+        (8, 2, {"causal": True}),
+        (2, 3, {"causal": True, "num_splits": 3}),
+        (4, 4, {"num_splits": 1}),
+        (1, 16, {"causal": True, "batch_invariant": True}),
+    ],
     ids=str,
 )
 def test_it_attends_as_eager_torch(heads, seqlen_q, options, late):

@@ -81,16 +81,23 @@ def test_keys_are_split_until_the_gpu_is_full(problem, splits):
     assert len(plan_with_kv_cache(problem, H200).launches) == (1 if splits == 1 else 2)
 
 
-@given(tiles=st.integers(1, 3000), units=st.integers(1, 600), slots=st.integers(1, 600))
-def test_even_splits_leave_no_share_empty_and_waste_little(tiles, units, slots):
-    count = even_splits(tiles, units, slots)
+@given(
+    tiles=st.integers(1, 3000),
+    units=st.integers(1, 600),
+    slots=st.integers(1, 600),
+    partial=st.sampled_from((0.0, 0.5, 4.0)),
+)
+def test_even_splits_leave_no_share_empty_and_waste_little(tiles, units, slots, partial):
+    def cost(share: int) -> float:
+        count = -(-tiles // share)
+        return float(-(-units * count // slots) * (share + (partial if count > 1 else 0)))
+
+    count = even_splits(tiles, units, slots, partial)
     assert 1 <= count <= min(tiles, 256)
     share = -(-tiles // count)
     assert -(-tiles // share) == count, "every share has keys"
-    steps = -(-units * count // slots) * share
-    others = (-(-units * -(-tiles // other) // slots) * other for other in range(max(1, -(-tiles // 256)), tiles + 1))
     if units < 0.8 * slots:
-        assert steps * 0.95 <= min(others)
+        assert cost(share) * 0.95 <= min(cost(other) for other in range(max(1, -(-tiles // 256)), tiles + 1))
 
 
 def counts_on_the_device(shares: KVSplits, tiles: list[int]) -> list[int]:
@@ -212,6 +219,46 @@ def test_what_decides_bits_follows_neither_the_batch_nor_the_capacity(name, how)
     assert len(merges(problems)) == 1
     plain = [dataclasses.replace(problem, batch_invariant=False, num_splits=0) for problem in problems]
     assert len(merges(plain)) > 1, "these batches and capacities tell nothing"
+
+
+@pytest.mark.parametrize(("heads", "keys"), [(16, 1024), (16, 8192), (128, 8192)])
+def test_partial_outputs_of_mla_cost_less_than_its_keys(heads, keys):
+    """Where sequences are many enough to fill the SMs, whatever their number: not a share for each tile."""
+    for batch, told in itertools.product(range(17, 132), (True, False)):
+        shares = shares_of(make(batch, heads, 1, 1, keys, has_seqlens=told, **MLA))
+        count = shares.uniform if shares.schedule == "balanced" else shares.splits
+        moved = 2 * 4 * count * heads * 512 if count > 1 else 0
+        assert moved < 0.6 * keys * 576 * 2, (batch, count)
+
+
+MERGES = {
+    (64, 16, 4096): MergeConfig(1, 512, 8),
+    (64, 8, 4096): MergeConfig(1, 512, 8),
+    (16, 16, 8192): MergeConfig(1, 512, 8),
+    (128, 16, 1024): MergeConfig(1, 512, 4),
+    (16, 128, 8192): MergeConfig(1, 512, 4),
+    (64, 128, 4096): MergeConfig(4, 512, 4),
+    (1, 16, 8192): MergeConfig(1, 32, 64),  # 128 shares
+}
+
+
+@pytest.mark.parametrize("case", MERGES, ids=str)
+def test_few_shares_of_mla_are_merged_in_one_wave(case):
+    """Also with fp8, by ``decode_triton``. The cases of ``lab/decode/11_mla_few_heads_h200.txt``."""
+    batch, heads, keys = case
+    problem = make(batch, heads, 1, 1, keys, **MLA)
+    for plan in (plan_with_kv_cache(change, H200) for change in (problem, dataclasses.replace(problem, is_fp8=True))):
+        merge = plan.merge
+        assert merge == MERGES[case]
+        assert plan.launches[-1].grid == (512 // merge.columns * heads // merge.rows, 1, batch)
+        assert f"merge   rows {merge.rows}, columns {merge.columns}, block_s {merge.block_s}" in plan.as_text()
+
+
+def test_the_merge_of_other_caches_is_another():
+    """With values of their own, and where bits are promised."""
+    own = make(64, 16, 1, 1, 4096, head_dim=512, head_dim_v=512)
+    promised = make(64, 16, 1, 1, 4096, batch_invariant=True, **MLA)
+    assert max(merge.columns for merge in merges([own, promised])) <= 128
 
 
 def test_the_name_of_a_call_says_that_bits_are_promised():

@@ -52,10 +52,13 @@ def test_it_serves_mla_on_hopper(heads, page_size):
 
 def test_rows_alone_choose_the_kernel():
     """Also where the bits must not depend on the batch: neither it nor the keys have a say."""
-    for sizes, few in (({"heads": 16, "seqlen_q": 1}, True), ({"heads": 16, "seqlen_q": 2}, False)):
+    rows = {(16, 1): True, (16, 2): False, (1, 16): True, (1, 17): False, (8, 2): True, (8, 3): False}
+    for (heads, seqlen_q), few in rows.items():
         for options in ({}, {"batch_invariant": True}, {"num_splits": 3}):
             for batch, capacity in ((1, 64), (1, 8192), (64, 4096)):
-                plan = plan_with_kv_cache(change(batch=batch, capacity=capacity, **sizes, **options), H200)
+                plan = plan_with_kv_cache(
+                    change(batch=batch, capacity=capacity, heads=heads, seqlen_q=seqlen_q, **options), H200
+                )
                 assert plan.kernel == "decode_gluon_sm90"
                 assert (plan.launches[0].pattern == "_few_rows_sm90_kernel") == few
 

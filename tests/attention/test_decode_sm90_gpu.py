@@ -73,11 +73,12 @@ def test_one_long_sequence_among_short_ones():
         run(mla((100_000, *range(1, 32)), 100_032, heads=heads, page_size=64))
 
 
+@pytest.mark.parametrize("heads", [16, 64])
 @pytest.mark.parametrize("batch", [33, 200, 1024])
-def test_many_sequences(batch):
+def test_many_sequences(batch, heads):
     """Shares are found by a scan over the lengths of all, several warps of them."""
     lengths = tuple(range(batch % 7, 129 * batch, 129))[:batch]
-    run(mla(tuple(length % 1000 for length in lengths), 1024, heads=64, page_size=64))
+    run(mla(tuple(length % 1000 for length in lengths), 1024, heads=heads, page_size=64))
 
 
 def test_prompts_over_a_cache():
@@ -113,11 +114,12 @@ def test_strides(heads):
     torch.testing.assert_close(found[0], expected[0], rtol=2e-2, atol=2e-2)
 
 
-def test_pages_past_two_to_the_31():
+@pytest.mark.parametrize("heads", [16, 128])
+def test_pages_past_two_to_the_31(heads):
     """A pool of 4.5 GB; the last pages are used."""
     pages = 61_000
     pool = torch.zeros(pages, 64, 1, 576, device="cuda", dtype=torch.bfloat16)
-    small = make_tensors(mla((200, 130), 256, page_size=64, heads=128), "cuda")
+    small = make_tensors(mla((200, 130), 256, page_size=64, heads=heads), "cuda")
     table = small["page_table"]
     last = pages - small["k_cache"].shape[0]
     pool[last:] = small["k_cache"]
@@ -152,8 +154,9 @@ def test_the_bits_of_a_sequence_do_not_depend_on_its_batch(heads, seqlen_q):
                 assert torch.equal(found[0], expected[b])
 
 
-def test_a_captured_graph_follows_the_lengths():
-    tensors = make_tensors(mla((3000, 3000, 3000), page_size=64, heads=128), "cuda")
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_captured_graph_follows_the_lengths(heads):
+    tensors = make_tensors(mla((3000, 3000, 3000), page_size=64, heads=heads), "cuda")
     tensors["cache_seqlens"].fill_(5)
     call(tensors)
     graph = torch.cuda.CUDAGraph()
@@ -162,7 +165,7 @@ def test_a_captured_graph_follows_the_lengths():
     for lengths in ((3000, 1, 64), (0, 0, 0), (5, 2000, 65)):
         tensors["cache_seqlens"].copy_(torch.tensor(lengths))
         graph.replay()
-        expected, expected_lse = assert_cache_right(mla(lengths, page_size=64, heads=128), tensors)
+        expected, expected_lse = assert_cache_right(mla(lengths, page_size=64, heads=heads), tensors)
         assert torch.equal(o, expected)
         assert torch.equal(lse, expected_lse)
 

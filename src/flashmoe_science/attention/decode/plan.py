@@ -207,18 +207,33 @@ def decode_config(problem: CacheProblem, arch: int, sms: int) -> DecodeConfig:
     return of(_SHORT) or config if short else config
 
 
-def even_splits(tiles: int, units: int, slots: int) -> int:
+def even_splits(tiles: int, units: int, slots: int, partial: float = 0.0) -> int:
     """Return over how many shares ``tiles`` key tiles are split.
 
     ``units`` programs without a split, ``slots`` resident at a time, all sequences of one length. None where the grid
-    fills the slots; else the fewest shares that fill them nearly as evenly as any.
+    fills the slots; else the fewest shares that fill them nearly as evenly as any. A partial output costs as much as
+    ``partial`` tiles.
     """
     if units >= _FULL_ENOUGH * slots:
         return 1
     counts = {_cdiv(tiles, _cdiv(tiles, splits)) for splits in range(1, min(tiles, MAX_SPLITS) + 1)} or {1}
-    steps = {count: _cdiv(units * count, slots) * _cdiv(tiles, count) for count in counts}
+    steps = {
+        count: _cdiv(units * count, slots) * (_cdiv(tiles, count) + (partial if count > 1 else 0)) for count in counts
+    }
     fewest = min(steps.values())
     return min(count for count in counts if steps[count] * _NEARLY_AS_EVEN <= fewest)
+
+
+def _partial_cost(problem: CacheProblem, config: DecodeConfig) -> float:
+    """Return the bytes of a partial output, written and read, over those of a tile of keys.
+
+    Without it 17 sequences of 8k keys and 16 heads of MLA got a share for each tile. Other caches have narrower rows,
+    and were measured without it.
+    """
+    if not problem.shared_kv:
+        return 0.0
+    rows = min(problem.packed_rows, config.block_m)
+    return 2 * 4 * rows * problem.head_dim_v / (config.block_n * problem.head_dim * problem.kv_item_bytes)
 
 
 def plan_shares(problem: CacheProblem, config: DecodeConfig, sms: int) -> tuple[KVSplits, str]:
@@ -246,7 +261,7 @@ def plan_shares(problem: CacheProblem, config: DecodeConfig, sms: int) -> tuple[
         return _even("whole", 1, 1, batch, tiles), f"one sequence's {units} row tiles fill {slots} programs"
     if problem.has_seqlens and 1 < batch <= _MAX_BALANCED_BATCH and tiles > 1:
         a_head = max(1, _BALANCED_ROUNDS * slots // units)
-        uniform = even_splits(tiles, units * batch, slots)
+        uniform = even_splits(tiles, units * batch, slots, _partial_cost(problem, config))
         programs = max(min(a_head + batch, batch * tiles), batch * uniform)
         most = max(min(tiles, a_head + 1), uniform)
         why = (
@@ -254,7 +269,7 @@ def plan_shares(problem: CacheProblem, config: DecodeConfig, sms: int) -> tuple[
             f"or {uniform} for each where they are alike"
         )
         return KVSplits("balanced", a_head, 1, programs, most, uniform), why
-    count = even_splits(tiles, units * batch, slots)
+    count = even_splits(tiles, units * batch, slots, _partial_cost(problem, config))
     if count == 1:
         return _even("whole", 1, 1, batch, tiles), f"{units * batch} programs for {slots} that are resident at a time"
     return _even("even", count, 1, batch, tiles), f"{units * batch} row tiles do not fill {slots} programs"
