@@ -34,6 +34,7 @@ class CacheCase:
     full: bool = False  # no cache_seqlens: every cache is full
     rotary_dim: int = 0
     shared: bool = False  # values are the first columns of the keys
+    q_size: float = 1.0
     fp8: str = ""  # caches are e4m3: "none", or what has a scale, "all", "head" or "token"
     sinks: bool = False
     alibi: str = ""  # "heads" or "batch"
@@ -53,7 +54,7 @@ def make_tensors(case: CacheCase, device: str = "cpu", seed: int = 0) -> Tensors
         return torch.randn(shape, generator=generator).to(DTYPES[case.dtype])
 
     batch, wide = len(case.lengths), case.head_dim_v or case.head_dim
-    tensors: Tensors = {"q": normal(batch, case.heads, case.seqlen_q, case.head_dim)}
+    tensors: Tensors = {"q": normal(batch, case.heads, case.seqlen_q, case.head_dim) * case.q_size}
     for name, values in (("cache_seqlens", case.lengths), ("leftpad_k", case.padding), ("cache_batch_idx", case.rows)):
         if values and not (case.full and name == "cache_seqlens"):
             tensors[name] = torch.tensor(values, dtype=torch.int32)
@@ -211,6 +212,13 @@ CACHE_CASES = [
         "fp8-rotary", lengths=(37, 8), new=2, seqlen_q=2, rotary_dim=16, fp8="head", options={"causal": True},
     ),
     CacheCase("fp8-rotary-token", lengths=(37, 8), new=2, rotary_dim=16, page_size=8, fp8="token"),
+    CacheCase("fp8-odd-columns", lengths=(37, 9), seqlen_q=2, head_dim=21, head_dim_v=19, fp8="token"),
+    CacheCase(
+        "fp8-large-queries", lengths=(37, 9), seqlen_q=2, q_size=3e3, fp8="all", options={"softmax_scale": 2e-3},
+    ),
+    CacheCase(
+        "fp8-small-queries", lengths=(37, 9), q_size=2e-4, page_size=16, fp8="token", options={"softmax_scale": 3e3},
+    ),
     CacheCase(
         "fp8-shared", lengths=(70, 3, 0), heads=20, heads_kv=1, head_dim=48, head_dim_v=32, page_size=16, shared=True,
         fp8="all",

@@ -355,7 +355,8 @@ USUAL = (
     "many-rows-paged", "shared", "bits-invariant",
     "lengths", "page-3", "batch-idx", "leftpad-paged", "append-rows", "append-too-much", "window",
     "more-rows-than-keys", "sinks-no-keys", "merge-in-steps", "many-sequences", "no-capacity",
-    "fp8-head", "fp8-token-rows", "bits-fp8", "bits-d512",
+    "fp8-head", "fp8-token-rows", "fp8-odd-columns", "fp8-large-queries", "fp8-small-queries",
+    "fp8-shared-token", "bits-fp8", "bits-d512",
 )  # fmt: skip
 
 

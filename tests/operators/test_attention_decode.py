@@ -129,7 +129,8 @@ def test_fp8_caches(table):
     found = cache_problem_of(tensors, **more)
     assert dataclasses.replace(found, pointer_alignment=16) == problem
     exact = OPERATOR.exact(problem, inputs)
-    wide = OPERATOR.bind(BASELINES["wide-cache"].load(), problem, inputs)()
+    bound = OPERATOR.bind(BASELINES["wide-cache"].load(), problem, inputs)
+    wide = bound()
     torch.testing.assert_close(wide.double(), exact, rtol=1e-4, atol=1e-4)
     assert OPERATOR.error_scale(problem, inputs)
     refusals = {name: baseline.refusal(problem) for name, baseline in BASELINES.items() if name != "copy"}
@@ -138,6 +139,7 @@ def test_fp8_caches(table):
     assert set(refusals.values()) <= {"it is called for caches in the dtype of the queries", refusals["fa3"]}
     OPERATOR.refresh(problem, inputs, seed=4)
     assert not torch.allclose(OPERATOR.exact(problem, inputs), exact)
+    assert torch.equal(bound(), wide)  # it answers to the values that it was bound with, all of them
 
 
 def test_a_wrong_scale_is_refused():

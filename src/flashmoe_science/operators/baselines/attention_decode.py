@@ -265,7 +265,8 @@ class WideCaches(Baseline):
             options: dict[str, Any] = {name: given[name] for name in ("page_table", "cache_seqlens") if name in given}
             options.update(causal=problem.causal, softmax_scale=problem.softmax_scale)
             caches = given["k_cache"], values_of(problem, given)
-            return functools.partial(flash_attention_with_kv_cache, given["q"], *caches, **options)
+            # Queries of their own, too: all values are those of one time.
+            return functools.partial(flash_attention_with_kv_cache, given["q"].clone(), *caches, **options)
 
         return Bound(bind)
 
