@@ -130,9 +130,24 @@ def capacities(rank: int, ranks: int) -> dict[str, Any]:
     }
 
 
+def without_tokens(rank: int, ranks: int) -> dict[str, Any]:
+    """The shapes of outputs and gradients where no rank has a token, and whether those of weights are 0."""
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
+    found = {}
+    for strategy in ("gather", "once"):
+        shapes = (0, HIDDEN), (4, 2 * INTER, HIDDEN), (4, HIDDEN, INTER), (0, 1)
+        leaves = [torch.ones(shape, requires_grad=True) for shape in shapes]
+        ids = torch.zeros(0, 1, dtype=torch.int32)
+        out = ExpertParallel(mesh, strategy=strategy).fused_moe(leaves[0], leaves[1], leaves[2], leaves[3], ids)
+        gradients = torch.autograd.grad(out, leaves, torch.ones_like(out))
+        found[strategy] = [list(x.shape) for x in (out, *gradients)], not any(x.any() for x in gradients)
+    return found
+
+
 def with_errors(rank: int, ranks: int) -> dict[str, Any]:
     return {
-        "errors": errors(rank, ranks), "capacities": capacities(rank, ranks), "cases": all_cases(rank, ranks)
+        "errors": errors(rank, ranks), "capacities": capacities(rank, ranks), "cases": all_cases(rank, ranks),
+        "without tokens": without_tokens(rank, ranks),
     }  # fmt: skip
 
 

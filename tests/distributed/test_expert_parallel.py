@@ -39,6 +39,9 @@ def test_two_ranks_give_what_one_process_gives_and_errors_name_the_rank(tmp_path
     first, second = run_ranks(_MODULE, "with_errors", 2, tmp_path)
     check_cases([first["cases"], second["cases"]], 1e-5)
     check_capacities([first, second], 4)
+    for found in (first["without tokens"], second["without tokens"]):
+        for strategy in ("gather", "once"):
+            assert found[strategy] == [[[0, 16], [0, 16], [4, 24, 16], [4, 16, 12], [0, 1]], True], strategy
     errors = first["errors"]
     assert errors == second["errors"]
     expected = {

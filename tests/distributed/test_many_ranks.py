@@ -124,11 +124,12 @@ def test_all_tokens_are_held_once_and_keys_arrive_in_their_order(lengths: list[i
             documents = [document_of(start, packed) for start, _ in itertools.islice(rounds, count)]
             assert len(set(documents)) == count
     for rank in range(ranks):
-        for causal in (True, False):
-            pieces = packed.pieces(packed.parts(rank), causal=causal, window=(-1, -1))
+        for causal, left in ((True, -1), (False, -1), (True, 0), (True, 1), (True, 9)):
+            pieces = packed.pieces(packed.parts(rank), causal=causal, window=(left, -1))
             for keys in pieces.keys:
-                arrived = [sent[place] for span in packed.arrivals(keys) for place in range(*span)]
-                assert arrived == list(range(*keys))
+                places = packed.arrivals(keys)
+                assert [sent[place] for span in places for place in range(*span)] == list(range(*keys))
+                assert all(start < end for start, end in places)  # an empty one may begin behind the last rank
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])

@@ -169,7 +169,7 @@ class PackedLayout:
 
     def arrivals(self, keys: Span) -> list[Span]:
         """Return where keys of a split document lie, in their order, among what all ranks sent, by rank."""
-        number = bisect.bisect_right(self._sent_spans, (keys[0], self.layout.tokens, 0)) - 1
+        number = bisect.bisect_right(self._sent_spans, keys[0], key=lambda span: span[0]) - 1
         found = []
         for start, end, place in itertools.takewhile(lambda span: span[0] < keys[1], self._sent_spans[number:]):
             first, last = max(start, keys[0]), min(end, keys[1])

@@ -58,7 +58,8 @@ def _send(x: Tensor, route: Route, group: dist.ProcessGroup) -> Tensor:
 
 def _sum_back(rows: Tensor, route: Route, group: dist.ProcessGroup) -> Tensor:
     """Return for each token the sum of what ranks made of it, in fp32 in the order of ranks."""
-    back = all_to_all(torch.unflatten(rows, 0, (-1, route.room)).contiguous(), group)
+    by_rank = rows.reshape(len(route.fits), route.room, *rows.shape[1:])  # with room for none, -1 would be ambiguous
+    back = all_to_all(by_rank.contiguous(), group)
     total = back.new_zeros(route.fits.shape[1], *rows.shape[1:], dtype=torch.float32)
     for rank in range(back.shape[0]):
         # Rows without a token hold anything, NaN too.

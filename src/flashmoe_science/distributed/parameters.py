@@ -1,9 +1,9 @@
-"""Parameters of a layer whose experts are split over ranks: DTensors, so that state dicts and FSDP2 know of it."""
+"""A layer whose experts are split over ranks: its parameters are DTensors, so that state dicts and FSDP2 know of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from .expert_parallel import ExpertParallel
 
 
 def distribute(local: Tensor, mesh: DeviceMesh, *, by_expert: bool) -> nn.Parameter:
@@ -40,3 +42,11 @@ def draw(parameter: DTensor, fill: Callable[[Tensor], object]) -> None:
         fill(drawn)
         if first <= expert < first + local.shape[0]:
             local[expert - first].copy_(drawn)
+
+
+# The decorator loads all of Dynamo: only layers over a mesh import this module. Dynamo of torch 2.13 raises an error of
+# its own where it traces the comparison of a first call over ranks.
+@torch.compiler.disable(reason="the exchange of experts over ranks is not traced")  # type: ignore[no-untyped-call, untyped-decorator]
+def run_over_ranks(parallel: ExpertParallel, tokens: Tensor, given: Mapping[str, Any]) -> Tensor:
+    """Call ``parallel.fused_moe`` eagerly, also in a model that is compiled."""
+    return parallel.fused_moe(tokens, **given)

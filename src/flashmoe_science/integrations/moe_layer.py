@@ -68,6 +68,12 @@ def _draw(parameter: Any, fill: Callable[[Tensor], object]) -> None:
     draw(parameter, fill)
 
 
+def _run_over_ranks(parallel: ExpertParallel, tokens: Tensor, given: dict[str, Any]) -> Tensor:
+    from ..distributed.parameters import run_over_ranks
+
+    return run_over_ranks(parallel, tokens, given)  # type: ignore[no-any-return]
+
+
 class MoeLayer(nn.Module):
     """A Mixture of Experts in the place of a multilayer perceptron: ``fused_moe`` of what ``route`` chooses.
 
@@ -248,7 +254,8 @@ class MoeLayer(nn.Module):
             out = fused_moe(tokens, topk_weights=weights, topk_ids=ids, **weight_of, **self.options)
         else:
             shared = [weight_of.pop(name) for name in ("shared_gate_up", "shared_down")]
-            out = self.parallel.fused_moe(tokens, topk_weights=weights, topk_ids=ids, **weight_of, **self.options)
+            given = {"topk_weights": weights, "topk_ids": ids, **weight_of, **self.options}
+            out = _run_over_ranks(self.parallel, tokens, given)
             if shared[1] is not None:
                 out = out + self._run_shared(tokens, *shared)
         out = out.view(x.shape)
