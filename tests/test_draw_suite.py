@@ -15,7 +15,8 @@ TOOL = Path(__file__).parents[1] / "tools" / "draw_suite.py"
 
 
 def draw(seed: str, path: Path) -> Suite:
-    path.write_text(subprocess.run([sys.executable, TOOL, seed], capture_output=True, text=True, check=True).stdout)
+    text = subprocess.run([sys.executable, TOOL, seed], capture_output=True, text=True, check=True).stdout
+    path.write_text(text.replace('name = "unseen"', 'name = "drawn"', 1))
     return load_suite(str(path))
 
 

@@ -2,7 +2,7 @@
 
 Tables are tuned on shapes that somebody chose. Whether they hold elsewhere is shown on shapes drawn after tuning has
 ended, by a seed that is not known before, such as the first digits of the commit that ended it. The same seed draws the
-same suite.
+same suite. A file in another place needs another name: that of the packaged suite is taken.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from flashmoe_science.proof.judge.claims import claim_sentence, sentence_fault
@@ -63,29 +65,32 @@ def test_the_sentence_says_every_field(changes, sentence):
     assert sentence_fault(claim.model_copy(update={"sentence": sentence.replace(", ", ",\n", 1)}), record) == ""
 
 
+made_up = partial(build_claim, suite="made_up")
+
+
 @pytest.mark.parametrize(
     "sentence",
     [
         "flash_attention is 50x faster than FlashAttention-3 on every GPU.",
-        build_claim(factor=2.1).sentence,
-        build_claim(gpu="L4").sentence,
-        build_claim(baseline="fa3").sentence,
-        build_claim(suite="standard").sentence,
-        build_claim(scope="geometric mean").sentence,
-        build_claim(metric="wall").sentence,
-        build_claim(cases="case0").sentence,
+        made_up(factor=2.1).sentence,
+        made_up(gpu="L4").sentence,
+        made_up(baseline="fa3").sentence,
+        made_up(suite="standard").sentence,
+        made_up(scope="geometric mean").sentence,
+        made_up(metric="wall").sentence,
+        made_up(cases="case0").sentence,
     ],
 )
 def test_a_claim_with_another_sentence_is_not_demonstrated(tmp_path, sentence):
     (tmp_path / "claims").mkdir()
     (tmp_path / "suites").mkdir()
-    (tmp_path / "suites" / "seed.toml").write_text(suite_toml("seed", "case0", "case1"))
-    write_record(build_record(speedups=[2.3, 3.0]), tmp_path / "evidence" / "run.json")
-    (tmp_path / "claims" / "a.toml").write_text(claim_toml(sentence=sentence))
+    (tmp_path / "suites" / "made_up.toml").write_text(suite_toml("made_up", "case0", "case1"))
+    write_record(build_record(suite="made_up", speedups=[2.3, 3.0]), tmp_path / "evidence" / "run.json")
+    (tmp_path / "claims" / "a.toml").write_text(claim_toml(suite="made_up", sentence=sentence))
     (verdict,) = verify_claims(tmp_path)
     assert verdict.status is VerdictStatus.INCONCLUSIVE
     assert verdict.reason.startswith("key sentence must be as `flashmoe claim new` words it: expected 'On H200, flash_")
-    (tmp_path / "claims" / "a.toml").write_text(claim_toml())
+    (tmp_path / "claims" / "a.toml").write_text(claim_toml(suite="made_up"))
     (verdict,) = verify_claims(tmp_path)
     assert verdict.status is VerdictStatus.DEMONSTRATED
 

@@ -214,6 +214,20 @@ def an_arm_without_samples(document):
         del arms["sdpa"]
 
 
+def a_baseline_that_ran_is_refused(document):
+    for _, arms in columns(document):
+        del arms["sdpa"]
+    for case in document["cases"]:
+        next(arm for arm in case["arms"] if arm["name"] == "sdpa")["status"] = "refused"
+
+
+def a_bench_of_its_own_that_was_kept(document):
+    resumed = {"run": "20261125T165800Z-host-flash_attention-000000", "created_at": "2026-11-25T16:58:00Z"}
+    document["resumed"] = [resumed]
+    gate = next(gate for gate in document["gates"] if gate["name"] == "bench")
+    gate |= {"seconds": 1e-3, "gpu_seconds": 1e-3, "details": [f"as run {resumed['run']} showed it"]}
+
+
 FORGED = {
     huge_error: "accuracy",
     huge_error_of_one_output: "accuracy",
@@ -245,6 +259,8 @@ FORGED = {
     smaller_inputs: "inputs",
     an_impossible_launch: "launches",
     an_arm_without_samples: "arms",
+    a_baseline_that_ran_is_refused: "arms",
+    a_bench_of_its_own_that_was_kept: "gates",
 }
 
 
@@ -295,7 +311,13 @@ def test_the_samples_of_another_run_are_found(document, genuine):
     forged = as_record(document)
     assert "copied runs" in failed_checks(forged, genuine)
     resumed = {"run": genuine.id, "created_at": genuine.created_at.isoformat()}
-    assert "copied runs" not in failed_checks(as_record({**document, "resumed": [resumed]}), genuine)
+    as_resumed = {**document, "resumed": [resumed]}
+    stopped = genuine.model_copy(update={"complete": False})
+    assert "copied runs" in failed_checks(as_record(as_resumed), stopped)  # they would be its own
+    for rounds, _ in columns(as_resumed):
+        rounds["session"] = [1] * len(rounds["process"])
+    assert "copied runs" not in failed_checks(as_record(as_resumed), stopped)
+    assert "copied runs" in failed_checks(as_record(as_resumed), genuine)  # nothing of it was missing
 
 
 @pytest.fixture

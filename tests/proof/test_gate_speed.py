@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from flashmoe_science.errors import SuiteError
 from flashmoe_science.proof.gates import chain
 from flashmoe_science.proof.gates.speed import pool_rounds
 from flashmoe_science.proof.records.documents import read_record, write_record
@@ -130,6 +131,21 @@ def test_quick_takes_five_rounds_in_one_process_and_leaves_no_times(gpu):
     assert (settings["rounds"], settings["processes"], settings["times"]) == (5, 1, ["graph"])
     assert gpu.calls[-1][1]["thorough"] is False
     assert record.cases[0].rounds == []
+
+
+@pytest.mark.parametrize("kind", ["graph", "wall", "kernel"])
+def test_bench_has_no_values_that_quick_has_had(gpu, kind):
+    prove(settings=Settings(processes=3, rounds=10, times=[kind], seed=5))
+    drawn = [reply({"seed": "values"})["seed"] for reply in gpu.replies for _ in range(9)]
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_two_cases_of_one_shape_are_refused(gpu):
+    request = request_of(HONEST, SHORT, LONGER, settings=FEW)
+    again = replace(request.suite.cases[0], name="again")
+    suite = replace(request.suite, cases=(*request.suite.cases, again))
+    with pytest.raises(SuiteError, match=r": again has the shape of b1_"):
+        run_chain(replace(request, suite=suite))
 
 
 def test_quick_takes_some_cases_of_many_and_bench_all(gpu):

@@ -80,6 +80,15 @@ def test_wrong_file_names_key_and_expectation(tmp_path, old, new, message):
     assert "\nhint: " in str(error.value)
 
 
+def test_an_edited_copy_of_a_packaged_suite_needs_a_name_of_its_own(tmp_path):
+    text = list_suites()["seed"].read_text(encoding="utf-8")
+    assert load_suite(write(tmp_path, text)).cases == load_suite("seed").cases
+    fewer = text[: text.rindex("[[cases]]")]
+    with pytest.raises(SuiteError, match="key name: a packaged suite of other cases is called 'seed'"):
+        load_suite(write(tmp_path, fewer))
+    assert len(load_suite(write(tmp_path, fewer.replace('name = "seed"', 'name = "some"', 1))).cases) == 12
+
+
 def test_unknown_name_lists_what_there_is():
     with pytest.raises(
         SuiteError,

@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from ...errors import ProofError
+from ...errors import ProofError, SuiteError
 from ...gpu.specs import SPECS
 from ..cost.cost import RunSize
 from ..measure.environment import subject_tree
@@ -524,9 +524,14 @@ def check_request(request: ProveRequest) -> None:
     """Refuse a request that cannot be carried out, before anything runs.
 
     Raises:
-        ProofError: a suite of another operator, cases of different ranks, or arms of one name.
+        ProofError: a suite of another operator, two cases of one shape, cases of different ranks, or arms of one name.
     """
     check_operator(request.suite, request.subject)
+    seen: dict[Any, str] = {}
+    for case in request.suite.cases:
+        if (first := seen.setdefault(case.problem, case.name)) != case.name:
+            message = f"suite {request.suite.name}: {case.name} has the shape of {first}"
+            raise SuiteError(message, hint="a claim counts its cases: have each shape once")
     ranks_asked(request)
     names = [request.subject.name, *request.baselines]
     twice = sorted({name for name in names if names.count(name) > 1})

@@ -36,7 +36,8 @@ def measure_quickly(run: Run) -> Outcome:
     # Whether work is ordered with the caller's stream, and follows few new values, is for the gate bench to say.
     drawn = random.Random(f"{run.settings.seed}/quick").sample(run.todo, min(QUICK_CASES, len(run.todo)))
     names = [name for name in run.todo if name in drawn]
-    step = _Step(settings, 0, [kind], names, done=0, total=len(names), thorough=False)
+    # Of no process of the gate bench, whose first values would be these again: they may have been kept on a disk.
+    step = _Step(settings, -1, [kind], names, done=0, total=len(names), thorough=False)
     first = run.request.baselines[:1]  # what was expected is over the first
     result, under_way = _measure(run, step, cases.append, first, timeout_s=run.subject.limits.quick_s)
     if not result.ok:

@@ -46,7 +46,6 @@ _MOST_THREADS, _MOST_REGISTERS = 1024, 255  # of a block, and of a thread, on ev
 _SLACK_S = 1.0
 _COMMIT_SKEW = timedelta(minutes=10)  # of the clocks of two machines
 _MOMENT_OF_ID = re.compile(r"(\d{8}T\d{6})Z-")
-
 SIGNATURE = "signature"  # the name of the check
 SIGNERS = "evidence/allowed_signers"
 
@@ -140,9 +139,12 @@ class Consistency:
             for other in self._records.values():
                 for key, column in _columns(other):
                     self._columns.setdefault(key, []).append(column)
+        for resumed in record.resumed:
+            if any(other.id == resumed.run and other.complete for other in self._records.values()):
+                yield f"it goes on with run {resumed.run}, which is complete"
         for key, here in _columns(record):
             for there in self._columns.get(key, ()):
-                if not _are_related(record, there.record) and here.is_copy_of(there):
+                if not _may_share(here, there) and here.is_copy_of(there):
                     yield f"{here} has the samples of {there} in run {there.record.id}"
 
     def _line_of(self, record: Record) -> _Found:
@@ -154,14 +156,14 @@ class Consistency:
                 yield f"run {other.id} has the same line of the ledger of runs begun"
         if self.begun and self.begun[0][0] == record.begun.ledger:  # else the ledger is elsewhere
             line = dict(self.begun).get(record.begun.line)
-            lacking = "the ledger of runs begun lacks its line: it was taken out"
-            yield lacking if line is None else line.difference(record)
+            yield line.difference(record) if line else "the ledger of runs begun lacks its line: it was taken out"
 
 
-def _are_related(one: Record, other: Record) -> bool:
-    """Return whether one goes on with the other, whose samples it has then, or is the same run."""
-    ids = [{record.id, *(resumed.run for resumed in record.resumed)} for record in (one, other)]
-    return one.id in ids[1] or other.id in ids[0]
+def _may_share(one: _Column, other: _Column) -> bool:
+    """Return whether one is of a run that goes on with the other's and did not take it itself, or of the same run."""
+    a, b = one.record, other.record
+    follow = b.id in {older.run for older in a.resumed} or a.id in {older.run for older in b.resumed}
+    return a.id == b.id or (follow and not (one.own and other.own))
 
 
 def check_alone(record: Record) -> list[Check]:
@@ -235,6 +237,8 @@ def _arms(record: Record) -> _Found:
             for name, said in status.items():
                 if said == "measured" and name not in columns:
                     yield f"case {case.name}: {name} is said to be measured and has no {kind} times"
+                if said == "refused" and any(name in order for order in rounds.order):  # claims leave it out
+                    yield f"case {case.name}: {name} is said to refuse it, and ran"
 
 
 def _accuracy(record: Record) -> _Found:
@@ -350,7 +354,7 @@ def _gates(record: Record) -> _Found:
     samples = sum(_sampled_seconds(rounds) for _, rounds in _all_rounds(record))
     for gate in record.gates:
         kept = any(f"as run {resumed.run} showed it" in gate.details for resumed in record.resumed)
-        if gate.status is not GateStatus.PASSED or kept:
+        if gate.status is not GateStatus.PASSED or (kept and not (gate.name == "bench" and samples)):
             continue
         if not gate.seconds > 0:
             yield f"gate {gate.name} passed in {gate.seconds:g} s"
@@ -530,6 +534,7 @@ class _Column:
     arm: str
     process: int
     values: tuple[float, ...]
+    own: bool  # whether the run took them itself, or those that it goes on with
 
     def __str__(self) -> str:
         return f"case {self.case}, {self.arm}, {self.kind} time, process {self.process}"
@@ -545,13 +550,14 @@ def _columns(record: Record) -> Iterator[tuple[_Key, _Column]]:
     """Yield the samples of each arm and process, with numbers that neither their order nor a factor changes."""
     for case, rounds in _all_rounds(record):
         for process, picked in _processes(rounds):
+            own = not any(compress(rounds.session, picked))
             for kind, arm, column in _arm_columns(rounds):
                 values = tuple(compress(column, picked))
                 # Clocks have steps: few different values come again by chance.
                 differ = len(set(values)) >= max(_FEWEST_COMPARED, 0.8 * len(values))
                 if differ and (least := min(values)) > 0:
                     key = len(values), round(max(values) / least, _DIGITS), round(sum(values) / least, _DIGITS)
-                    yield key, _Column(record, case.name, kind, arm, process, values)
+                    yield key, _Column(record, case.name, kind, arm, process, values, own)
 
 
 def _processes(rounds: Rounds) -> Iterator[tuple[int, list[bool]]]:

@@ -83,6 +83,10 @@ def load_suite(name_or_path: str) -> Suite:
         hint = did_you_mean(name_or_path, packaged, f"give the path of a suite file, see {page('reference/suites')}")
         raise SuiteError(f"suite must be one of {', '.join(packaged)} or a file, got {name_or_path!r}", hint=hint)
     file = read_toml(path, _SuiteFile, SuiteError, hint=_HINT)
+    same = packaged.get(file.name, path)
+    if same != path and same.read_bytes() != path.read_bytes():  # a claim tells its reader the name alone
+        message = f"{path}: key name: a packaged suite of other cases is called {file.name!r}"
+        raise SuiteError(message, hint="give it a name of its own")
     return Suite(file.name, file.operator, file.description, _parse_cases(file, path), path)
 
 
