@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...gpu.gluon_sm90 import make_barriers, make_tiles, wait_for_kernel_before
 from ...gpu.gluon_versions import barrier, tma_load
 from ..kernel_arguments import KVSplits, LatentSizes, NewStrides
-from .primitives_sm90 import COLUMNS, KEYS, MORE, STAGES, find_share, launch_dependents, uniform
+from .primitives_sm90 import COLUMNS, KEYS, MORE, STAGES, find_share, launch_dependents, uniform, zero_rows
 
 ROWS = gl.constexpr(16)  # of a program, and of a sequence at the most
 
@@ -58,19 +58,6 @@ def _mask(s, key, end, seqlen_q, HEADS: gl.constexpr, IS_CAUSAL: gl.constexpr):
         token = gl.arange(0, ROWS, gl.SliceLayout(0, layout)) // HEADS
         s = gl.where(keys[:, None] - token[None, :] <= end - seqlen_q, s, -float("inf"))
     return gl.where((keys < end)[:, None], s, -float("inf"))
-
-
-@gluon.jit
-def _clean(values, keys):
-    """Put 0 in place of the values from row ``keys`` on: P is 0 there, but 0 * NaN is not."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    LINES: gl.constexpr = 16  # at a time: more would take registers that hold the output
-    for first in gl.static_range(0, KEYS, LINES):
-        if keys < first + LINES:
-            part = values.slice(first, LINES, dim=0)
-            row = first + gl.arange(0, LINES, gl.SliceLayout(1, layout))
-            value = part.load(layout)
-            part.store(gl.where(row[:, None] < keys, value, gl.zeros_like(value)))
 
 
 @gluon.jit
@@ -184,7 +171,7 @@ def _few_rows_sm90_kernel(
         p_buf.store(p.to(dtype))
         if end - key < KEYS:
             barrier()  # all warps are done with the scores
-            _clean(k, end - key)
+            zero_rows(k, end - key)  # P is 0 there, but 0 * NaN is not
         fence_async_shared()
         barrier()
         acc = warpgroup_mma(k.permute((1, 0)), p_buf, acc * alpha[None, :], is_async=True)

@@ -39,7 +39,7 @@ from ...gpu.gluon_sm90 import (
 from ...gpu.gluon_versions import aggregate, barrier, tma_load
 from ..forward.primitives_sm90 import exponentials, partial_sums, update_row_max
 from ..kernel_arguments import KVSplits, LatentSizes, NewStrides
-from .primitives_sm90 import COLUMNS, KEYS, MORE, STAGES, find_share, launch_dependents, uniform
+from .primitives_sm90 import COLUMNS, KEYS, MORE, STAGES, find_share, launch_dependents, uniform, zero_rows
 
 ROWS = gl.constexpr(64)  # of a program
 HALF = gl.constexpr(256)  # of the output, of one warpgroup
@@ -149,14 +149,7 @@ def _clean(values, keys):
     """Put 0 in place of the values from row ``keys`` on, if there are such."""
     if keys < KEYS:
         barrier()  # all warps are done with products that read it
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-        LINES: gl.constexpr = 16  # at a time: more would take registers that hold the output
-        for first in gl.static_range(0, KEYS, LINES):
-            if keys < first + LINES:
-                part = values.slice(first, LINES, dim=0)
-                row = first + gl.arange(0, LINES, gl.SliceLayout(1, layout))
-                value = part.load(layout)
-                part.store(gl.where(row[:, None] < keys, value, gl.zeros_like(value)))
+        zero_rows(values, keys)
         fence_async_shared()  # the matrix units, and TMA after them, see it
         barrier()
 

@@ -31,6 +31,19 @@ def uniform(x):
 
 
 @gluon.jit
+def zero_rows(values, keys):
+    """Put 0 in place of the values in shared memory from row ``keys`` on. The caller fences, and lets warps meet."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    LINES: gl.constexpr = 16  # at a time: more would take registers that hold the output
+    for first in gl.static_range(0, KEYS, LINES):
+        if keys < first + LINES:
+            part = values.slice(first, LINES, dim=0)
+            row = first + gl.arange(0, LINES, gl.SliceLayout(1, layout))
+            value = part.load(layout)
+            part.store(gl.where(row[:, None] < keys, value, gl.zeros_like(value)))
+
+
+@gluon.jit
 def _cdiv(a, b):
     return (a + b - 1) // b
 
