@@ -8,7 +8,7 @@ import pytest
 
 from flashmoe_science.gpu.specs import find_gpu
 from flashmoe_science.proof.measure import host_files
-from flashmoe_science.proof.measure.host_files import IMPORTS, changed_files, file_hash, files_called
+from flashmoe_science.proof.measure.host_files import IMPORTS, changed_files, files_called
 from flashmoe_science.proof.subject.subject import PACKAGE_FOLDER
 
 TEXT = 'import math\n\n\ndef f(x):\n    """D."""\n    return math.sqrt(x)\n'
@@ -16,7 +16,6 @@ TEXT = 'import math\n\n\ndef f(x):\n    """D."""\n    return math.sqrt(x)\n'
 
 def forget():
     host_files._read.cache_clear()
-    file_hash.cache_clear()
 
 
 @pytest.fixture
@@ -24,15 +23,16 @@ def hash_of(tmp_path):
     def hash_of(text, name="a"):
         forget()
         (tmp_path / f"{name}.py").write_text(text)
-        return file_hash(tmp_path / f"{name}.py")
+        return host_files._read(tmp_path / f"{name}.py").whole
 
     return hash_of
 
 
-def test_the_files_of_a_call_are_found_and_no_others():
+def test_the_functions_of_a_call_are_found_and_no_others():
     found = files_called(lambda: [find_gpu("H200"), sorted("cab")])
     path = find_gpu.__code__.co_filename.removeprefix(f"{PACKAGE_FOLDER}/")
-    assert set(found) == {path, IMPORTS}
+    assert {path, f"{path}::find_gpu", IMPORTS} <= set(found)
+    assert all(entry.partition("::")[0] in (path, IMPORTS) for entry in found)
     assert changed_files(found) == []
 
 
@@ -82,11 +82,21 @@ def package(tmp_path, monkeypatch):
     return write
 
 
-@pytest.fixture
-def recorded(package, tmp_path):
-    files = {name: tmp_path / "package" / name for name in ("api.py", "calls.py")}
-    hashes = {name: file_hash(file) for name, file in files.items()}
-    return {**hashes, IMPORTS: host_files._imports_among(files.values())}
+@pytest.fixture(params=["files", "functions"])
+def recorded(request, package, tmp_path):
+    """What a record has of a call: functions, or the whole files of older records."""
+    ran = {"api.py": ["call"], "calls.py": ["run"]}
+    return record_of(tmp_path / "package", ran if request.param == "functions" else dict.fromkeys(ran))
+
+
+def record_of(folder, ran):
+    files = {folder / name: functions for name, functions in ran.items()}
+    hashes = {
+        path.name + part: found
+        for path, functions in files.items()
+        for part, found in host_files._hashes(path, functions).items()
+    }
+    return {**hashes, IMPORTS: host_files._imports_among(files)}
 
 
 def test_a_file_that_moves_is_found_and_another_that_did_not_run_does_not_count(package, recorded):
@@ -113,3 +123,45 @@ def test_names_for_type_checkers_do_not_count(package, recorded):
     checked = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .other import helper\n"
     package(api=checked + API)
     assert changed_files(recorded) == []
+
+
+METHODS = (
+    "LIMIT = 1\n\n\nclass Call:\n    def run(self):\n        return LIMIT\n\n    def check(self):\n        return 1\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "changed"),
+    [
+        ("        return 1\n", "        return 2\n", []),
+        ("return LIMIT", "return LIMIT + 1", ["calls.py"]),
+        ("LIMIT = 1", "LIMIT = 2", ["calls.py"]),
+        ("LIMIT = 1", "LIMIT = 1\n\n\ndef check():\n    return 1", []),
+        ("LIMIT = 1", "from .other import helper\n\nLIMIT = 1", []),
+        ("def check(self)", "def __getattribute__(self, name)", ["calls.py"]),
+        ("class Call:", "class Call(dict):", ["calls.py"]),
+    ],
+    ids=["not run", "run", "constant", "new function", "import", "new method", "base"],
+)
+def test_only_functions_that_ran_and_what_is_outside_of_functions_count(package, tmp_path, old, new, changed):
+    package(calls=METHODS)
+    recorded = record_of(tmp_path / "package", {"api.py": ["call"], "calls.py": ["Call.run"]})
+    assert changed_files(recorded) == []
+    package(calls=METHODS.replace(old, new))
+    assert changed_files(recorded) == changed
+
+
+def test_the_code_within_a_function_is_the_functions(package, tmp_path):
+    nested = "def run():\n    def inner():\n        return 1\n\n    return max(inner() for _ in range(2))\n"
+    package(calls=nested)
+    recorded = record_of(tmp_path / "package", {"calls.py": ["run"]})
+    read = host_files._read(tmp_path / "package" / "calls.py")
+    assert {name for line in range(1, 6) for name in read.functions_at(line)} == {"run"}
+    package(calls=nested.replace("return 1", "return 2"))
+    assert changed_files(recorded) == ["calls.py"]
+
+
+def test_a_function_that_is_gone_is_named_by_its_file(package, tmp_path):
+    recorded = record_of(tmp_path / "package", {"api.py": ["call"], "calls.py": ["run"]})
+    package(calls="def walk():\n    return 1\n")
+    assert changed_files(recorded) == ["calls.py"]

@@ -1,7 +1,8 @@
 """Find changes since a run that make a claim stale.
 
 A claim of device time is stale when the launches of its subject differ, by their identities (``gpu/identity.py``), in
-a case of the claim. A claim of wall time or peak memory is stale also when a file that a call ran on the host differs.
+a case of the claim. A claim of wall time or peak memory is stale also when a function that a call ran on the host
+differs; by older records, when a file does that has one.
 Versions do not count: the record names them, as it does those of baselines and the kernels that these ran.
 """
 
@@ -51,8 +52,8 @@ def compare_sources(record: Record, repository: Path) -> Sources:
 def changes_since(claim: Claim, record: Record, repository: Path) -> Sources:
     """Compare what ``claim`` rests on with what is here now.
 
-    For a subject of ours, its launches count. For its wall time and memory, the files that a call runs on the host
-    count too. For a user's own subject, and where a record has neither, its source files count.
+    For a subject of ours, its launches count. For its wall time and memory, what a call runs on the host counts
+    too. For a user's own subject, and where a record has neither, its source files count.
     """
     gpu = record.environment.gpu
     if gpu is None or not is_builtin(record.subject):

@@ -189,8 +189,8 @@ class Arm(Model):
     version: str = ""
     launches: list[Launch] = Field(default_factory=list)
     code: str = ""  # of older records, and ignored: what ``identities`` replaced
-    # For a subject of ours: the identity of each launch of a call, in order (``gpu/identity.py``), and the hash
-    # of each file of the package that a call runs on the host (``host_files.py``). Empty: not known.
+    # For a subject of ours: the identity of each launch of a call, in order (``gpu/identity.py``), and hashes of what
+    # a call runs of the package on the host (``host_files.py``). Empty: not known.
     identities: list[Hash] = Field(default_factory=list)
     host_files: dict[str, Hash] = Field(default_factory=dict)
     accuracy: Accuracy | None = None
