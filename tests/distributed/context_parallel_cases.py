@@ -489,8 +489,56 @@ def errors(rank: int, ranks: int) -> dict[str, Any]:
         "plan strategy": plan.strategy,
         "documents explained": heads.explain(packed_q, packed_q, packed_q, plan),
         "gradients of outputs of one rank": [outputs_of_one_rank(heads, rank, name) for name in ("lse", "o")],
+        "wrong on rank 0": {
+            strategy: _wrong_on_rank_0(rank, ContextParallel(mesh, strategy=strategy))
+            for strategy in ("heads", "gather")
+        },
+        "mesh": [
+            message(functools.partial(ContextParallel, wrong, strategy="heads"), InputError)  # type: ignore[arg-type]
+            for wrong in (None, heads.group)
+        ],
+        "descending mesh": message(
+            lambda: ContextParallel(DeviceMesh("cpu", list(range(ranks))[::-1]), strategy="heads"), InputError
+        ),
+        "sharded": [
+            message(functools.partial(heads.shard, *given), InputError)
+            for given in (([1, 2], 0), (q, 4), (packed_q, 0, [8]))
+        ],
+        "sizes of layouts": [message(functools.partial(heads.layout, size), InputError) for size in (-8, 8.0)],  # type: ignore[arg-type]
+        "copied": copy.deepcopy(heads) is heads,
         "after all": float(heads.attention(q, k, v).sum() * 0),
     }
+
+
+def _wrong_on_rank_0(rank: int, cp: ContextParallel) -> dict[str, str]:
+    """What a rank is told of calls that rank 0 gets wrong."""
+    right: dict[str, Any] = {"q": draw(0, 2, 4, 8, 16), "k": draw(1, 2, 2, 8, 16), "v": draw(2, 2, 2, 8, 16)}
+    q, k, v = right.values()
+    wrong: dict[str, dict[str, Any]] = {
+        "batch": {"k": k[:1], "v": v[:1]},
+        "heads": {"v": q},
+        "columns": {"k": k[..., :8]},
+        "no heads": {"k": k[:, :0], "v": v[:, :0]},
+        "kind": {"q": None},
+        "integers": {name: x.int() for name, x in right.items()},
+        "causal": {"causal": 1},
+        "window": {"window": (3.0, 0)},
+        "three numbers": {"window": (3, 0, 0)},
+        "no window": {"window": None},
+        "softcap": {"softcap": "5"},
+        "return_lse": {"return_lse": 1},
+    }
+    calls = {
+        name: functools.partial(cp.attention, **(right | given if rank == 0 else right))
+        for name, given in wrong.items()
+    }
+    plan, x = cp.plan([16]), q[0].transpose(0, 1)
+    for given in (None, [8, 8], torch.tensor([0, 8, 16])):
+        call = functools.partial(cp.attention_packed, x, x, x, given if rank == 0 else plan)  # type: ignore[arg-type]
+        calls[f"plan {type(given).__name__}"] = call
+    for lengths in (16, torch.tensor([8, 8]), "88", [8.0, 8]):
+        calls[f"lengths {type(lengths).__name__}"] = functools.partial(cp.plan, lengths if rank == 0 else [8, 8])  # type: ignore[arg-type]
+    return {name: message(call, InputError) for name, call in calls.items()}
 
 
 def _under_autocast(cp: ContextParallel, x: Tensor, *, enabled: bool) -> None:

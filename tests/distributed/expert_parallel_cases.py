@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -253,7 +254,32 @@ def errors(rank: int, ranks: int) -> dict[str, Any]:
         return "no error"
 
     n = 4 - rank
+    right: dict[str, Any] = {"x": x, "w_gate_up": up, "w_down": down, "topk_weights": weights, "topk_ids": ids}
+    wrong: dict[str, dict[str, Any]] = {
+        "x": {"x": None},
+        "w_down": {"w_down": None},
+        "topk_ids": {"topk_ids": None},
+        "axes of x": {"x": torch.ones(4, 4, 16)},
+        "axes of topk_ids": {"topk_ids": ids[:, 0]},
+        "columns": {"x": x[:, :8]},
+        "bias": {"bias_down": torch.ones(16)},
+        "activation": {"activation": ["swiglu"]},
+    }
+    with torch.inference_mode():
+        inferring = ExpertParallel(ep_mesh, strategy="once", capacity=0.5)
+    alone = ExpertParallel(init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("others", "ep"))["ep"])
     return {
+        "wrong on rank 0": {
+            name: message(lambda given=given: ep.fused_moe(**(right | given if rank == 0 else right)))  # type: ignore[misc]
+            for name, given in wrong.items()
+        },
+        "list": message(lambda: ep.shard([1, 2])),  # type: ignore[arg-type]
+        "copied": copy.deepcopy(ep) is ep,
+        "made in inference mode": float(
+            inferring.fused_moe(x, up, down, weights, torch.tensor([[0, 1], [0, 1], [4, 5], [4, 5]])).sum() * 0
+        ),
+        # As wide as an odd number of ids of 8 bytes and weights of 4: what follows in the message is not aligned.
+        "one token of one rank": float(alone.fused_moe(x[:1], up, down, weights[:1, :1], ids[:1, :1].long()).sum() * 0),
         "tokens": message(lambda: ep.fused_moe(x[:n], up, down, weights[:n], ids[:n])),
         "rows": message(lambda: ep.fused_moe(x, up, down, weights[:3] if rank else weights, ids)),
         "kind": message(lambda: ep.fused_moe(x, up, down, weights, [1] if rank else ids)),  # type: ignore[arg-type]

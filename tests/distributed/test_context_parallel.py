@@ -93,7 +93,7 @@ def test_errors_in_two_dimensions_are_raised_on_all_ranks(in_two_dimensions: lis
         "lengths": "append a document of padding, to 44 tokens in all",
         "one dimension": 'mesh must have two dimensions for strategy="heads+gather", got 1',
         "no strategy": "mesh must have one dimension, got 2",
-        "order": "ranks of a mesh must ascend in both dimensions, got [[0, 3], [2, 1]]",
+        "order": "ranks of a mesh must ascend in all dimensions, got [[0, 3], [2, 1]]",
         "transport": 'transport="symmetric" needs CUDA',
     }
     for name, text in expected.items():
@@ -179,6 +179,39 @@ def test_errors_name_the_rank_and_are_raised_on_all(found: list[dict[str, Any]])
     assert "2 groups of heads, each on its way while the one before attends" in first["groups explained"]
     assert f"strategy {first['plan strategy']}: " in first["documents explained"]
     assert first["gradients of outputs of one rank"] == [True, True]
+    for told in first["wrong on rank 0"].values():
+        wrong = {
+            "batch": "k must have shape [B, HK, Sk, D] = [2, 2, 8, 16], got [1, 2, 8, 16]",
+            "heads": "v must have shape [B, HK, Sk, DV] = [2, 2, 8, 16], got [2, 4, 8, 16]",
+            "columns": "k must have shape [B, HK, Sk, D] = [2, 2, 8, 16], got [2, 2, 8, 8]",
+            "kind": "q must be a tensor [B, H, n, D], got None",
+            "integers": "q must be float16, bfloat16 or float32, got torch.int32",
+            "causal": "causal must be True or False, got 1",
+            "window": "window must be two integers (left, right), -1 for no bound, got (3.0, 0)",
+            "three numbers": "window must be two integers (left, right), -1 for no bound, got (3, 0, 0)",
+            "no window": "window must be two integers (left, right), -1 for no bound, got None",
+            "softcap": "softcap must be a number, 0 for none, got str",
+            "return_lse": "return_lse must be True or False, got 1",
+            "plan NoneType": "plan must be a PackedPlan, as ContextParallel.plan returns it, got NoneType",
+            "plan list": "got list",
+            "plan Tensor": "got Tensor",
+            "lengths int": "lengths must be a list of integers on the host, got int",
+            "lengths Tensor": "got Tensor",
+            "lengths str": "got str",
+            "lengths list": "lengths must be integers above 0, one or more, got [8.0, 8]",
+        }
+        for name, text in wrong.items():
+            assert told[name].startswith("rank 0: ")
+            assert text in told[name], name
+    assert "got 4 query heads and 0 K/V heads" in first["wrong on rank 0"]["heads"]["no heads"]
+    assert "k must have a head for the 4 heads of q, got 0" in first["wrong on rank 0"]["gather"]["no heads"]
+    assert all("mesh must be a DeviceMesh" in error for error in first["mesh"])
+    assert "ranks of a mesh must ascend in all dimensions, got [1, 0]" in first["descending mesh"]
+    assert "x must be a torch.Tensor, got list" in first["sharded"][0]
+    assert "dim must be one of the 4 dimensions of x, got 4" in first["sharded"][1]
+    assert "plan must be a PackedPlan" in first["sharded"][2]
+    assert all("the number of tokens must be an integer, 0 or more" in error for error in first["sizes of layouts"])
+    assert first["copied"]
     assert first["after all"] == 0
 
 

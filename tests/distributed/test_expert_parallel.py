@@ -46,7 +46,7 @@ def test_two_ranks_give_what_one_process_gives_and_errors_name_the_rank(tmp_path
     assert errors == second["errors"]
     expected = {
         "tokens": "all ranks must make the same call",
-        "rows": "rank 1: topk_weights and topk_ids must have a row for each token of x",
+        "rows": "rank 1: topk_weights must have shape [T, K] = [4, 2], got [3, 2]",
         "kind": "rank 1: topk_ids must be a torch.Tensor, got list",
         "capacity of one rank": "rank 1 has strategy once, capacity 0.5: x [4, 16]",
         "strategy of one rank": "rank 0 has strategy gather, capacity 1.0: x [4, 16]",
@@ -58,6 +58,21 @@ def test_two_ranks_give_what_one_process_gives_and_errors_name_the_rank(tmp_path
     }
     for name, text in expected.items():
         assert text in errors[name], name
+    wrong = {
+        "x": "x must be a torch.Tensor, got NoneType",
+        "w_down": "w_down must be a torch.Tensor, got NoneType",
+        "topk_ids": "topk_ids must be a torch.Tensor, got NoneType",
+        "axes of x": "x must have 2 dimensions [T, HID], got shape [4, 4, 16]",
+        "axes of topk_ids": "topk_ids must have 2 dimensions [T, K], got shape [4]",
+        "columns": "x must have the HID of the weights, 16, got shape [T, HID] = [4, 8]",
+        "bias": "bias_down must have shape [E, HID] = [4, 16], got [16]",
+        "activation": "activation must be one of",
+    }
+    for name, text in wrong.items():
+        assert errors["wrong on rank 0"][name].startswith(f"rank 0: {text}"), name
+    assert "weights must be a tensor [E, ...], got [1, 2]" in errors["list"]
+    assert errors["copied"]
+    assert errors["made in inference mode"] == errors["one token of one rank"] == 0
     assert errors["after all"] == 0
 
 

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
+from flashmoe_science.distributed import transport as transports
 from flashmoe_science.distributed.copies import widened
 
 from .symmetric import CPU, Machine, patch_symmetric_memory
@@ -114,3 +116,29 @@ def test_a_larger_buffer_is_used_once_all_ranks_have_met(monkeypatch: pytest.Mon
         assert [before is small for before in transport._before] == [True]  # a CUDA graph may hold its address
 
     machine.run(call)
+
+
+def test_buffers_that_are_kept_take_no_more_than_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(1)
+    patch_symmetric_memory(monkeypatch, machine)
+
+    def call(_rank: int, transport: Any) -> None:
+        for step in range(200):
+            transport.begin(10_000 * (step + 1), CPU)
+        assert sum(x.numel() for x in transport._before) <= transport._buffer.numel() < 2 * 10_000 * 201
+
+    machine.run(call)
+
+
+def test_gpus_that_all_have_one_number_do_not_read_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each process sees one GPU, all are cuda:0, and symmetric memory of torch refuses them."""
+
+    def gather(places: list[Any], mine: Any, group: Any) -> None:
+        places[:] = [mine] * len(places)
+
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    group: Any = Machine(2)
+    group.size = lambda: 2
+    reason = transports._why_unreadable(group)
+    assert reason == "a number of its own for each GPU, and ranks 0 and 1 both have cuda:0"

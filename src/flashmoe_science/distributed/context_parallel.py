@@ -9,7 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..attention.inputs import Options, cast_under_autocast, check_window
+from ..attention.inputs import (
+    Options,
+    batched_problem,
+    cast_under_autocast,
+    check_all_options,
+    check_flag,
+    check_kinds,
+    check_window,
+)
 from ..errors import InputError, UnsupportedError, shown
 from ..gpu.subclasses import is_watched
 from .calls import ByHead, Call, CallByRecipe, Inputs, Recipe, fixed_call, refuse_by_gather
@@ -92,8 +100,10 @@ class ContextParallel:
         # Groups and transports are of "heads": who asks for them gets it.
         self._chooses = strategy == "auto" and head_groups == 1 and transport != "symmetric"
         if strategy == "auto":
-            if heads_kv is None:
-                raise InputError('heads_kv must be given for strategy="auto", got None')
+            if type(heads_kv) is not int or heads_kv < 1:
+                raise InputError(
+                    f'heads_kv must be given for strategy="auto", an integer above 0, got {shown(heads_kv)}'
+                )
             strategy = "gather" if heads_kv % mesh.size() else "heads"
         if strategy not in _STRATEGIES:
             raise InputError(f'strategy must be "heads", "gather", "heads+gather" or "auto", got {shown(strategy)}')
@@ -118,6 +128,10 @@ class ContextParallel:
         self._device_type = mesh.device_type
         self._agreement = Agreement(*groups)
         self._number = name(self)
+
+    def __deepcopy__(self, memo: object) -> ContextParallel:
+        """Return itself: a copy of a model talks to the same ranks."""
+        return self
 
     def layout(self, tokens: int) -> Layout:
         """Return which tokens each rank holds of a sequence. Raises ``InputError`` where it cannot be split."""
@@ -144,8 +158,7 @@ class ContextParallel:
         strategy = "gather" if self._chooses and causal else self.strategy
 
         def describe() -> str:
-            if type(causal) is not bool:
-                raise InputError(f"causal must be True or False, got {shown(causal)}")
+            check_flag("causal", causal)
             if not isinstance(windows, Sequence):
                 raise InputError(f"windows must be a sequence of pairs, got {shown(windows)}")
             for window in windows:
@@ -155,7 +168,7 @@ class ContextParallel:
             else:
                 packed = plan_documents(lengths, self.group.size(), self._parts)
             found.append(PackedPlan(packed, strategy, self._place, self._device()))
-            return f"a plan of {len(lengths)} documents, {packed.starts[-1]} tokens, digest {found[0].digest}"
+            return f"a plan of {len(packed.starts) - 1} documents, {packed.starts[-1]} tokens, digest {found[0].digest}"
 
         self._agreement.compare(describe)
         (plan,) = found
@@ -179,11 +192,13 @@ class ContextParallel:
         Raises:
             InputError: the tokens cannot be split, or are not those of the plan.
         """
+        _check_sharded(x, dim)
         layout = self._layout_of(x.shape[dim], plan)
         return torch.cat([x.narrow(dim, start, end - start) for start, end in layout.held[self.rank]], dim)
 
     def unshard(self, x: Tensor, dim: int, plan: PackedPlan | None = None) -> Tensor:
         """Return the tokens of all ranks in their order: the inverse of ``shard``. It records no gradient."""
+        _check_sharded(x, dim)
         layout = self._layout_of(x.shape[dim] * self.ranks, plan)
         found = x.detach().movedim(dim, 0)
         if self._parts > 1:
@@ -198,6 +213,7 @@ class ContextParallel:
     def _layout_of(self, tokens: int, plan: PackedPlan | None) -> Layout:
         if plan is None:
             return self.layout(tokens)
+        _check_plan(plan)
         if plan.layout.tokens != tokens or plan.layout.ranks != self.ranks:
             raise InputError(
                 f"the plan is of {plan.layout.tokens} tokens and {plan.layout.ranks} ranks, "
@@ -296,6 +312,7 @@ class ContextParallel:
 
         Gradients: as ``attention``.
         """
+        self._agreement.check(("plan", type(plan).__name__), lambda: _check_plan(plan))
         options = Options(causal, softmax_scale, window, softcap, return_lse=return_lse)
         o, lse = self._attend(Inputs(q, k, v, ByHead(sinks, alibi)), options, plan)
         return (o, lse) if return_lse else o
@@ -309,6 +326,8 @@ class ContextParallel:
             v: likewise.
             plan: of a packed batch.
         """
+        if plan is not None:
+            _check_plan(plan)
         batch, tokens = (q.shape[0], q.shape[2]) if plan is None else (1, q.shape[0])
         columns = k.shape[-1] + v.shape[-1]
         heads, item = (q.shape[1], k.shape[1]), q.element_size()
@@ -332,6 +351,7 @@ class ContextParallel:
     def recipe(self, inputs: Inputs, options: Options, plan: PackedPlan | None) -> Recipe:
         """Check a call on all ranks, and return how it is served. Graphs call it too. Raises as ``attention``."""
         self._check(inputs, options, plan)
+        options = check_all_options(options)  # in their types: a window may be a list
         named, strategy = options._replace(return_lse=True), self._strategy_of(plan)
         ranks = self._dividing.size()
         if strategy != "gather":
@@ -362,6 +382,7 @@ class ContextParallel:
         if all(isinstance(x, Tensor) for x in inputs[:3]):  # else the check names what is none, on all ranks
             inputs = Inputs(*cast_under_autocast(*inputs[:3]), inputs.heads)
         if is_watched():
+            options = check_all_options(options)
             strategy = self._strategy_of(plan)
             groups = 0 if strategy == "gather" else self.head_groups
             number, ranks = -1 if plan is None else plan.number, self._dividing.size()
@@ -381,6 +402,7 @@ class ContextParallel:
 
         def describe() -> str:
             self._check_tensors(inputs, plan)
+            self._check_contract(inputs, check_all_options(options), plan)
             named = dict(zip(("q", "k", "v", "sinks", "alibi"), tensors, strict=True))
             asked = ", ".join(f"{option}={value}" for option, value in options._asdict().items())
             planned = "" if plan is None else f", plan {plan.digest}"
@@ -407,7 +429,7 @@ class ContextParallel:
         heads.check(count)
         ranks, strategy = self._dividing.size(), self._strategy_of(plan)
         parts = ranks * self.head_groups
-        if strategy != "gather" and (count_kv % parts or count % parts):
+        if strategy != "gather" and (not count_kv or count_kv % parts or count % parts):
             groups = f" times {self.head_groups} groups" if self.head_groups > 1 else ""
             raise InputError(
                 f'heads must be multiples of the {ranks} ranks{groups} for strategy="{strategy}", '
@@ -417,6 +439,26 @@ class ContextParallel:
         if plan is not None and plan.device != q.device:
             raise InputError(f"the plan is on {plan.device}, got tensors on {q.device}")
         self._layout_of(q.shape[tokens_at] * self.ranks, plan)
+
+    def _check_contract(self, inputs: Inputs, options: Options, plan: PackedPlan | None) -> None:
+        """Check what one GPU would of the local tensors, as a call of ``flash_attention``."""
+        q, k, v, heads = _with_batch(inputs, plan)
+        batched_problem(check_kinds({"q": q, "k": k, "v": v, **heads._asdict()}, options), options)
+
+
+def _check_sharded(x: object, dim: object) -> None:
+    """Raise ``InputError`` unless ``dim`` is a dimension of the tensor ``x``."""
+    if not isinstance(x, Tensor):
+        raise InputError(f"x must be a torch.Tensor, got {type(x).__name__}")
+    if type(dim) is not int or not -x.dim() <= dim < x.dim():
+        raise InputError(f"dim must be one of the {x.dim()} dimensions of x, got {shown(dim)}")
+
+
+def _check_plan(plan: Any) -> str:
+    """Raise ``InputError`` unless it is a plan."""
+    if not isinstance(plan, PackedPlan):
+        raise InputError(f"plan must be a PackedPlan, as ContextParallel.plan returns it, got {type(plan).__name__}")
+    return "a plan"
 
 
 def _with_batch(inputs: Inputs, plan: PackedPlan | None) -> Inputs:

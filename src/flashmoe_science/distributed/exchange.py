@@ -94,7 +94,9 @@ def gather_together(tensors: Sequence[Tensor], layout: Layout, group: Group) -> 
     """Return ``gather_tokens`` of several tensors, by one message."""
     rows = [x.contiguous().view(torch.uint8) for x in tensors]  # a token's bytes
     gathered = torch.split(gather_tokens(torch.cat(rows, 1), layout, group), [row.shape[1] for row in rows], 1)
-    return tuple(part.contiguous().view(x.dtype) for part, x in zip(gathered, tensors, strict=True))
+    # Copies: a part of one row is contiguous as it is, at an address that the dtype may not allow.
+    parts = (part.clone(memory_format=torch.contiguous_format) for part in gathered)
+    return tuple(part.view(x.dtype) for part, x in zip(parts, tensors, strict=True))
 
 
 def _take(tokens: Tensor, spans: Sequence[Span]) -> Tensor:
@@ -140,12 +142,16 @@ def compare(describe: Callable[[], str], *groups: Group) -> None:
         groups: of one dimension of a mesh each, the last dimension first.
 
     Raises:
-        InputError: on all ranks, where it differs or raises an ``InputError``.
+        InputError: on all ranks, where it differs or raises any error on one.
     """
+    fault: Exception | None = None
     try:
         found = [("", describe())]
     except InputError as error:
         found = [(str(error), "")]
+    except Exception as error:  # noqa: BLE001 - raised below: the other ranks would wait for this one
+        fault = error
+        found = [(f"{type(error).__name__}: {error}", "")]
     for group in groups:
         of_ranks: list[list[tuple[str, str]]] = [[]] * group.size()
         with collective(group, "comparison of calls"):
@@ -153,7 +159,7 @@ def compare(describe: Callable[[], str], *groups: Group) -> None:
         found = list(itertools.chain(*of_ranks))
     for rank, (wrong, _) in enumerate(found):
         if wrong:
-            raise InputError(f"rank {rank}: {wrong}")
+            raise InputError(f"rank {rank}: {wrong}") from fault
     for rank, (_, other) in enumerate(found):
         if other != found[0][1]:
             raise InputError(
@@ -182,6 +188,7 @@ def _form(tensor: Tensor) -> str:
 
 def group_of(mesh: DeviceMesh, dimension: str) -> Group:
     """Return the group of a mesh of one dimension. Raises ``InputError`` for another mesh."""
+    _check_mesh(mesh)
     if mesh.ndim != 1:
         raise InputError(
             f"mesh must have one dimension, got {mesh.ndim}", hint=f'choose one, as in mesh["{dimension}"]'
@@ -189,13 +196,22 @@ def group_of(mesh: DeviceMesh, dimension: str) -> Group:
     return mesh.get_group()
 
 
+def _check_mesh(mesh: DeviceMesh) -> None:
+    """Raise ``InputError`` unless ranks ascend along each dimension: groups sort them, and DTensors do not."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(mesh, DeviceMesh):
+        raise InputError(f"mesh must be a DeviceMesh, as init_device_mesh makes one, got {type(mesh).__name__}")
+    if any(not torch.equal(mesh.mesh, mesh.mesh.sort(axis).values) for axis in range(mesh.ndim)):
+        raise InputError(f"ranks of a mesh must ascend in all dimensions, got {mesh.mesh.tolist()}")
+
+
 def groups_of(mesh: DeviceMesh) -> tuple[Group, Group]:
     """Return the groups of a mesh of two dimensions. Raises ``InputError`` for another mesh."""
+    _check_mesh(mesh)
     if mesh.ndim != 2:
         raise InputError(
             f'mesh must have two dimensions for strategy="heads+gather", got {mesh.ndim}',
             hint='make one with mesh_dim_names=("gather", "heads"), where "heads" are the ranks of a host',
         )
-    if any(not torch.equal(mesh.mesh, mesh.mesh.sort(axis).values) for axis in range(2)):  # groups sort their ranks
-        raise InputError(f"ranks of a mesh must ascend in both dimensions, got {mesh.mesh.tolist()}")
     return mesh.get_group(0), mesh.get_group(1)

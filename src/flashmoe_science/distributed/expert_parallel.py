@@ -12,6 +12,8 @@ from torch.autograd.function import once_differentiable
 
 from ..errors import InputError, UnsupportedError, shown
 from ..moe.api import fused_moe
+from ..moe.checks import cast_under_autocast, moe_problem_of, read_tensors
+from ..moe.problem import Options
 from .exchange import Agreement, all_to_all, describe_tensors, gather_tokens, group_of, kind_of
 from .layout import straight_layout
 from .once import ReturnTokens, SendTokens, route_once
@@ -74,8 +76,13 @@ class ExpertParallel:
             transport if strategy == "gather" else "collectives", self.group, mesh.device_type
         )
         # By rank, since the last check, the most tokens beyond the room of one rank. CUDA graphs hold its address.
-        self._over = torch.zeros(self.ranks, dtype=torch.int64, device=mesh.device_type)
+        with torch.inference_mode(mode=False):  # else it could not be written outside of that mode
+            self._over = torch.zeros(self.ranks, dtype=torch.int64, device=mesh.device_type)
         self._agreement = Agreement(self.group)
+
+    def __deepcopy__(self, memo: object) -> ExpertParallel:
+        """Return itself: a copy of a layer talks to the same ranks."""
+        return self
 
     def shard(self, weights: Tensor) -> Tensor:
         """Return the experts of this rank, a view: of ``[E, ...]`` the E / W from ``rank * E / W`` on.
@@ -83,6 +90,8 @@ class ExpertParallel:
         Raises:
             InputError: the number of experts is not a multiple of the number of ranks.
         """
+        if not isinstance(weights, Tensor) or not weights.dim():  # type: ignore[redundant-expr] # callers may pass what types rule out
+            raise InputError(f"weights must be a tensor [E, ...], got {shown(weights)}")
         experts = weights.shape[0]
         if experts % self.ranks:
             raise InputError(f"the number of experts must be a multiple of the {self.ranks} ranks, got {experts}")
@@ -231,13 +240,9 @@ class _Sum(torch.autograd.Function):
 
 
 def _describe(given: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-    for name, tensor in given.items():
-        if tensor is not None and not isinstance(tensor, Tensor):
-            raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        if tensor is not None and tensor.dim() == 0:
-            raise InputError(f"{name} must have dimensions, got a number")
-    tokens = {name: given[name].shape[0] for name in ("x", "topk_weights", "topk_ids")}
-    if len(set(tokens.values())) > 1:
-        raise InputError(f"topk_weights and topk_ids must have a row for each token of x, got {tokens}")
+    """Check a call as ``fused_moe`` would on this rank's tokens, and return what all ranks must have alike."""
+    tensors = cast_under_autocast(read_tensors(given))
+    routing = {name: tensors[name].contiguous() for name in ("topk_weights", "topk_ids")}  # messages are, anyway
+    moe_problem_of({**tensors, **routing}, Options(**options))
     asked = ", ".join(f"{name}={value}" for name, value in options.items())
     return f"{describe_tensors(given)}, {asked}"

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..errors import InputError
+from ..errors import InputError, shown
 
 Span = tuple[int, int]  # the first token and the one behind the last
 
@@ -86,6 +86,8 @@ def _zigzag(span: Span, parts: int, part: int) -> tuple[Span, ...]:
 
 
 def _check_split(tokens: int, parts: int, what: str) -> None:
+    if type(tokens) is not int or tokens < 0:
+        raise InputError(f"the number of tokens must be an integer, 0 or more, got {shown(tokens)}")
     if tokens % parts:
         padded = -(-tokens // parts) * parts
         raise InputError(
@@ -313,6 +315,8 @@ def _joined(held: Sequence[Span], starts: Sequence[int]) -> list[Span]:
 
 def _starts_of(lengths: Sequence[int], ranks: int) -> tuple[int, ...]:
     """Return where documents start in a batch, and where the last one ends."""
+    if not isinstance(lengths, Sequence) or isinstance(lengths, str):  # type: ignore[redundant-expr, unreachable] # callers may pass what types rule out
+        raise InputError(f"lengths must be a list of integers on the host, got {type(lengths).__name__}")
     if not lengths or any(type(length) is not int or length < 1 for length in lengths):
         raise InputError(f"lengths must be integers above 0, one or more, got {list(lengths)[:8]}")
     starts = (0, *itertools.accumulate(lengths))

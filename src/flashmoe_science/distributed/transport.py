@@ -116,7 +116,8 @@ class SymmetricMemory:
         """Make room. A larger buffer than before is a collective of the hosts: not while a graph is captured."""
         size += _ALIGNMENT * 64
         if self._buffer is None or self._buffer.numel() < size:
-            self._grow(size, device)
+            # At least twice: those before are kept, and take no more than this one then.
+            self._grow(max(size, 2 * (0 if self._buffer is None else self._buffer.numel())), device)
         self._follow(device)
         self._handle.barrier(timeout_ms=self._timeout_ms)
         self._used = 0
@@ -240,9 +241,11 @@ def _why_unreadable(group: Group) -> str:
     mine = (socket.gethostname(), torch.cuda.current_device())
     places: list[Any] = [None] * group.size()
     dist.all_gather_object(places, mine, group=group)
-    for rank, (host, _) in enumerate(places):
+    for rank, (host, gpu) in enumerate(places):
         if host != places[0][0]:
             return f"ranks of one host, and rank {rank} is on another than rank 0"
+        if (first := places.index((host, gpu))) < rank:
+            return f"a number of its own for each GPU, and ranks {first} and {rank} both have cuda:{gpu}"
     readable: list[Any] = [None] * group.size()
     others = [gpu for _, gpu in places if gpu != mine[1]]
     dist.all_gather_object(
