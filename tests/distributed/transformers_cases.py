@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from flashmoe_science import UnsupportedError
+from flashmoe_science import InputError, UnsupportedError
 from flashmoe_science.distributed import ContextParallel, PackedPlan
+from flashmoe_science.integrations import transformers_ranks
 from flashmoe_science.integrations.transformers import register
 
 TOKENS, LENGTHS = 64, (17, 30, 1, 16)
@@ -61,6 +63,58 @@ def case(cp: ContextParallel, *, windows: bool, packed: bool) -> dict[str, float
     return errors
 
 
+def losses(cp: ContextParallel) -> dict[str, float]:
+    """Return the loss of one process, and the sum of those that ranks have of labels that were shifted first."""
+    tokens = torch.randint(50, (1, TOKENS), generator=torch.Generator().manual_seed(1))
+    shifted = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
+    positions = torch.arange(TOKENS)[None]
+    ids, positions, labels, shifted = (cp.shard(x, 1) for x in (tokens, positions, tokens, shifted))
+    more = {"position_ids": positions, "shift_labels": shifted, "num_items_in_batch": TOKENS - 1, "use_cache": False}
+    split = make_model(register("split_loss", context_parallel=cp), windows=False)
+    mine = split(input_ids=ids, labels=labels, **more).loss.detach()
+    torch.distributed.all_reduce(mine)
+    whole = make_model(register("whole_science"), windows=False)
+    return {"whole": float(whole(input_ids=tokens, labels=tokens).loss), "split": float(mine)}
+
+
+def error_of(model: Any, **given: Any) -> str:
+    try:
+        model(use_cache=False, **given)
+    except InputError as error:
+        return str(error).split("\n")[0]
+    return ""
+
+
+def wrong_positions(mesh: Any) -> dict[str, str]:
+    """Return the first line of what calls raise, each the first of a model."""
+    found = {}
+    ids = torch.ones(1, TOKENS, dtype=torch.long)
+    for strategy in ("heads", "gather"):
+        for packed in (False, True):
+            cp = ContextParallel(mesh, strategy=strategy)
+            model = make_model(register("split_positions", context_parallel=cp), windows=False)
+            plan = cp.plan(LENGTHS) if packed else None
+            more: dict[str, Any] = {"input_ids": cp.shard(ids, 1, plan)}
+            more |= {"context_parallel_plan": plan} if packed else {}
+            found[f"{strategy}, packed {packed}"] = error_of(model, **more)
+            if packed:  # zeros fill up
+                positions = torch.cat([torch.arange(length) for length in LENGTHS[:-1]] + [torch.zeros(LENGTHS[-1])])
+                local = cp.shard(positions.long()[None], 1, plan)
+                found[f"{strategy}, padding"] = error_of(model, position_ids=local, **more)
+    return found
+
+
+def comparisons(cp: ContextParallel) -> int:
+    """Return how often positions are compared in the second call of a model of two layers."""
+    ids, positions = cp.shard(torch.ones(1, TOKENS, dtype=torch.long), 1), cp.shard(torch.arange(TOKENS)[None], 1)
+    model = make_model(register("split_counted", context_parallel=cp), windows=False)
+    with torch.inference_mode():
+        model(input_ids=ids, position_ids=positions, use_cache=False)
+        with mock.patch.object(transformers_ranks, "_compare", wraps=transformers_ranks._compare) as compare:
+            model(input_ids=ids, position_ids=positions, use_cache=False)
+    return compare.call_count
+
+
 def all_cases(rank: int, ranks: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (ranks,))
     found: dict[str, Any] = {}
@@ -82,6 +136,12 @@ def all_cases(rank: int, ranks: int) -> dict[str, Any]:
     for name, more in refused.items():
         try:
             model(input_ids=ids, use_cache=False, **more)
-        except UnsupportedError as error:
+        except (InputError, UnsupportedError) as error:
             messages[name] = str(error).split("\n")[0]
-    return {"cases": found, "messages": messages}
+    return {
+        "cases": found,
+        "messages": messages,
+        "losses": losses(cp),
+        "positions": wrong_positions(mesh),
+        "comparisons": comparisons(cp),
+    }

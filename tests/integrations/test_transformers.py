@@ -180,6 +180,12 @@ def test_kernels_that_do_not_exist_are_refused_at_once():
         register(kernel="forward_tritn")
 
 
+def test_a_kernel_beside_context_parallel_is_refused():
+    over_ranks: Any = object()
+    with pytest.raises(InputError, match="kernel must be \"auto\" beside context_parallel, got 'forward_triton'"):
+        register("over_ranks", kernel="forward_triton", context_parallel=over_ranks)
+
+
 def test_models_in_training_drop():
     """``attention_dropout`` of the configuration, in training only; the same again after the same seed."""
     model, tokens = models.make("llama", "moe_science"), torch.randint(5, 60, (2, 7))

@@ -56,8 +56,8 @@ from .transformers_packing import (
     positions_of,
     refuse_leaks,
     rest_of_mask,
-    restarts,
 )
+from .transformers_ranks import check_positions
 from .transformers_sparse import with_chosen_keys
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ _IGNORED = frozenset(
         "output_hidden_states",
         "output_router_logits",
         "labels",
+        "shift_labels",
         "num_items_in_batch",
         "return_dict",
         "deterministic",
@@ -104,12 +105,13 @@ def register(
         name: of the implementation.
         kernel: that serves it, as in ``flash_attention``: one name for prompts and single tokens.
         context_parallel: splits sequences over ranks: the model is called with the tokens and the ``position_ids`` that
-            ``shard`` gives each rank, and for packed documents with their plan as ``context_parallel_plan``. For causal
+            ``shard`` gives each rank, and for packed documents with their plan as ``context_parallel_plan``. It is
+            given ``shift_labels`` beside ``labels``: of ``labels`` alone it misses those of the next rank. For causal
             language models without a cache, a mask, or dropout.
 
     Raises:
         InputError: the name is empty or no text, or transformers would take it for another implementation; there is no
-            such kernel.
+            such kernel, or one is given beside ``context_parallel``, which chooses it.
         MissingPackageError: transformers is not installed, or too old.
     """
     try:
@@ -122,6 +124,11 @@ def register(
     _check_name(name)
     check_kernel_name(kernel)
     if context_parallel is not None:
+        if kernel != "auto":
+            raise InputError(
+                f'kernel must be "auto" beside context_parallel, got {kernel!r}',
+                hint="calls over ranks choose their kernels themselves",
+            )
         AttentionInterface.register(name, functools.partial(attend_in_parallel, context_parallel))
         AttentionMaskInterface.register(name, make_no_mask)
         return name
@@ -160,7 +167,7 @@ def attend_in_parallel(
     """Attend as ``attend`` does, the queries of this rank to the keys of all ranks.
 
     Raises:
-        InputError: an argument breaks the contract.
+        InputError: an argument breaks the contract, or ``position_ids`` are not those that ``shard`` gives this rank.
         UnsupportedError: a mask, dropout, another keyword or a model that is not known is given.
     """
     if not transformers_models.check_layer(module):
@@ -175,12 +182,8 @@ def attend_in_parallel(
         "causal": causal, "softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux,
         "window": (window - 1, -1 if causal else window - 1) if window else (-1, -1),
     }  # fmt: skip
+    check_positions(context_parallel, context_parallel_plan, others.get("position_ids"), query.shape[2], module)
     if context_parallel_plan is None:
-        if restarts(others.get("position_ids"), module):
-            raise UnsupportedError(
-                "position_ids restart: packed documents need a plan",
-                hint="hand over context_parallel_plan=context_parallel.plan(lengths)",
-            )
         o: Tensor = context_parallel.attention(query, key, value, **options)
         return o.transpose(1, 2).contiguous(), None
     if query.shape[0] != 1:

@@ -138,7 +138,7 @@ class PackedMask(Tensor):
             return None  # is refused
         check_lengths(query, given)
         starts = [given[name] for name in LENGTHS[:2]]
-        question = tuple((id(tensor), _version(tensor)) for tensor in starts)
+        question = tuple((id(tensor), version(tensor)) for tensor in starts)
         answers = self.__dict__.setdefault("answers", {})
         if question not in answers:  # on a GPU it has to be waited for, once a call of the model
             answers[question] = (self._whose(*(tensor.tolist() for tensor in starts)), starts)
@@ -168,9 +168,9 @@ def pack_mask(make: Callable[..., Tensor], named: Mapping[str, Any]) -> PackedMa
     ids: Any
     ids, window = _find_packing(function)
     padding = named.get("attention_mask")
-    if ids is not None and _is_readable(ids) and ids.shape == (batch, seqlen) and padding is None:
+    if ids is not None and is_readable(ids) and ids.shape == (batch, seqlen) and padding is None:
         starts, ids = torch.nn.functional.pad(ids.diff() != 0, (1, 0), value=True), named.get("positions")
-        restarts = _places(starts & _starts(ids) if _are_positions(ids, batch, seqlen) else starts)[0]
+        restarts = _places(starts & _starts(ids) if are_positions(ids, batch, seqlen) else starts)[0]
         where, longest = _places(starts)
         return PackedMask.of(named, make, starts=where, restarts=restarts, longest=longest, window=window, skips=False)
     # With a cache, or with a mask of the caller, transformers tells its function of no documents.
@@ -274,9 +274,9 @@ def lengths_of_positions(
     Raises:
         UnsupportedError: positions skip or repeat.
     """
-    if not _are_positions(positions, batch, seqlen):
+    if not are_positions(positions, batch, seqlen):
         return None
-    if torch.compiler.is_compiling() or _is_captured(positions):
+    if torch.compiler.is_compiling() or is_captured(positions):
         is_plain = (positions.diff() == 1).all()
         torch._assert_async(is_plain, f"position_ids restart, skip or repeat: {_COMPILED}")  # noqa: SLF001  no public name
         return None
@@ -288,17 +288,17 @@ def lengths_of_positions(
 
 def _read(positions: Any, asking: Any, batch: int, seqlen: int) -> tuple[tuple[Tensor, int] | None, bool]:
     """Return what ``_places`` does, or None where no row restarts, and whether positions skip or repeat."""
-    if not _are_positions(positions, batch, seqlen) or _is_captured(positions) or not _is_readable(positions):
+    if not are_positions(positions, batch, seqlen) or is_captured(positions) or not is_readable(positions):
         return None, False
     known = positions.__dict__.get("flashmoe_documents")
     # Who asks again belongs to the next call: versions of inference tensors say nothing.
-    if known is None or known[:2] != (_version(positions), batch) or known[2] == asking:
+    if known is None or known[:2] != (version(positions), batch) or known[2] == asking:
         places, skips, breaks = None, False, positions.diff() != 1
         if bool(breaks.any()):
             starts = _starts(positions.expand(batch, -1))
             places = _places(starts) if bool(starts[:, 1:].any()) else None
             skips = bool((breaks & ~starts[:, 1:]).any())
-        known = positions.__dict__["flashmoe_documents"] = (_version(positions), batch, asking, places, skips)
+        known = positions.__dict__["flashmoe_documents"] = (version(positions), batch, asking, places, skips)
     return known[3], known[4]
 
 
@@ -306,13 +306,13 @@ def restarts(positions: Any, module: Any) -> bool:
     """Whether positions ``[B, S]`` start a second document in a row. A rank's part of a sequence may skip some."""
     if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[1] < 2:
         return False
-    if torch.compiler.is_compiling() or _is_captured(positions):
+    if torch.compiler.is_compiling() or is_captured(positions):
         torch._assert_async(~_starts(positions)[:, 1:].any(), f"{_RESTART}: {_COMPILED}")  # noqa: SLF001  no public name
         return False
     return _read(positions, id(module), *positions.shape)[0] is not None
 
 
-def _are_positions(positions: Any, batch: int, seqlen: int) -> bool:
+def are_positions(positions: Any, batch: int, seqlen: int) -> bool:
     """Whether there is one position a token. Models of images and videos have several."""
     return (
         isinstance(positions, Tensor)
@@ -324,11 +324,13 @@ def _are_positions(positions: Any, batch: int, seqlen: int) -> bool:
     )
 
 
-def _is_captured(tensor: Tensor) -> bool:
+def is_captured(tensor: Tensor) -> bool:
+    """Whether a CUDA graph is captured, so that no value can be read."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _is_readable(tensor: Tensor) -> bool:
+def is_readable(tensor: Tensor) -> bool:
+    """Whether a tensor has values."""
     is_traced = torch._C._is_tracing()  # noqa: SLF001  torch.jit.is_tracing is not typed
     return is_untraced(tensor) and not tensor.is_meta and not is_traced
 
@@ -362,17 +364,17 @@ def refuse_leaks(mask: Any, positions: Any, seqlen: int) -> None:
         or mask.shape[-2] != seqlen
     ):
         return
-    if not _are_positions(positions, mask.shape[0], seqlen) or _is_captured(positions) or not _is_readable(positions):
+    if not are_positions(positions, mask.shape[0], seqlen) or is_captured(positions) or not is_readable(positions):
         return
     known = mask.__dict__.get("flashmoe_leaks")
-    if known is None or known[0] is not positions or known[1] != _version(positions):
+    if known is None or known[0] is not positions or known[1] != version(positions):
         before, seen = _seen_before(mask, int(offset))
         ids = positions.to(mask.device).expand(mask.shape[0], -1)[:, : before.shape[1]]
         step = ids - ids.gather(1, before.clamp(min=0))
         breaks = seen & (step != 1) & (step != torch.arange(before.shape[1], device=mask.device) - before)
         again = breaks & _is_restart(ids, step, ids.amin(-1, keepdim=True))
         found = int(breaks.any().int() + again.any().int())
-        known = mask.__dict__["flashmoe_leaks"] = (positions, _version(positions), found)
+        known = mask.__dict__["flashmoe_leaks"] = (positions, version(positions), found)
     if known[2] == 1:
         _refuse_skips()
     if known[2]:
@@ -428,7 +430,7 @@ def check_packing(query: Tensor, others: Mapping[str, Any]) -> None:
         return
     for name in ("position_ids", "seq_idx"):
         ids: Any = others.get(name)
-        if not _are_positions(ids, 1, query.shape[2]) or not ids.is_cpu:
+        if not are_positions(ids, 1, query.shape[2]) or not ids.is_cpu:
             continue
         new = _starts(ids)[0, 1:] if name == "position_ids" else ids[0].diff() != 0
         changes = {0, ids.shape[1], *(new.nonzero()[:, 0] + 1).tolist()}
@@ -456,13 +458,13 @@ def check_sequences(seq_idx: Any, query: Tensor, seqlen_k: int, starts: Any = No
     batch, seqlen = query.shape[0], query.shape[2]
     if seq_idx is None or seqlen == 1:
         return
-    if not _are_positions(seq_idx, batch, seqlen):
+    if not are_positions(seq_idx, batch, seqlen):
         got = list(seq_idx.shape) if isinstance(seq_idx, Tensor) else type(seq_idx).__name__
         raise InputError(f"seq_idx must be integers [1 or {batch}, {seqlen}], got {got}")
     is_compiled, told = torch.compiler.is_compiling(), mask if starts is None else starts
-    if not is_compiled and (_is_captured(seq_idx) or not _is_readable(seq_idx)):
+    if not is_compiled and (is_captured(seq_idx) or not is_readable(seq_idx)):
         return
-    question = None if is_compiled or told is None else (_version(seq_idx), _version(told))
+    question = None if is_compiled or told is None else (version(seq_idx), version(told))
     known = None if question is None else seq_idx.__dict__.get("flashmoe_served")
     if known is not None and known[0] is told and known[1] == question:
         return
@@ -522,7 +524,7 @@ def rest_of_mask(
     check_mask("attention_mask", mask, ("query", query))
     check_lengths(query, lengths)
     starts = [lengths[name] for name in LENGTHS[:2]]
-    question = (_version(mask), *((id(tensor), _version(tensor)) for tensor in starts), *rules.values())
+    question = (version(mask), *((id(tensor), version(tensor)) for tensor in starts), *rules.values())
     answers = mask.__dict__.setdefault("flashmoe_packed", {})
     if question not in answers:
         whole = _expanded("attention_mask", mask, shape)
@@ -533,7 +535,7 @@ def rest_of_mask(
 
 
 def _refuse_splits(mask: Tensor, positions: Any, starts: Tensor) -> None:
-    if not _are_positions(positions, 1, mask.shape[-2]) or not _is_readable(positions):
+    if not are_positions(positions, 1, mask.shape[-2]) or not is_readable(positions):
         return
     skips = ((positions.diff() != 1) & ~_starts(positions)[:, 1:])[0].to(mask.device)
     within = ~torch.isin(torch.arange(1, mask.shape[-2], device=mask.device), starts.to(mask.device))
@@ -544,7 +546,7 @@ def _refuse_splits(mask: Tensor, positions: Any, starts: Tensor) -> None:
         )
 
 
-def _version(tensor: Tensor) -> int:
+def version(tensor: Tensor) -> int:
     """Return how often a tensor was written to, as far as torch counts it."""
     return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001  torch has no public name for it
 
