@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import torch
@@ -97,12 +99,29 @@ def compiled(mesh: Any) -> bool:
     return all(same)
 
 
+def shared(mesh: Any) -> dict[str, bool]:
+    """Return whether layers share what sends their tokens, and whether it ends with them."""
+    first, second = (make("mixtral", ep_mesh=mesh["ep"]) for _ in range(2))
+    other = make("mixtral", ep_mesh=mesh["ep"], capacity=0.5)
+    kept = weakref.ref(first.parallel)
+    found = {"same": first.parallel is second.parallel, "other capacity": first.parallel is other.parallel}
+    del first
+    gc.collect()
+    found["kept"] = kept() is not None
+    if mesh["ep"].get_local_rank():  # the others have it still
+        del second
+    gc.collect()
+    third = make("mixtral", ep_mesh=mesh["ep"])
+    return found | {"kept by some ranks": third.parallel is kept()}
+
+
 def all_cases(rank: int, ranks: int) -> dict[str, Any]:
     experts = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("dp", "ep"))
     both = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "ep"))
     found: dict[str, Any] = {way: case(way, experts, fsdp=False) for way in WAYS}
     if ranks > 2:
         found |= {f"{way}, FSDP2": case(way, both, fsdp=True) for way in WAYS}
+    found["shared"] = shared(experts)
     found["compiled"] = compiled(experts["ep"])
     try:
         MoeLayer(16, 24, 7, 3, ep_mesh=both["ep"])

@@ -11,6 +11,8 @@ def test_a_layer_over_a_mesh_learns_as_one_process_does_under_fsdp2_too(tmp_path
     for rank, found in enumerate(run_ranks("tests.distributed.moe_layer_cases", "all_cases", 4, tmp_path)):
         assert found.pop("message") == "experts must be a multiple of the 2 ranks of ep_mesh, got 7"
         assert found.pop("compiled")
+        shared = {"same": True, "other capacity": False, "kept": True, "kept by some ranks": False}
+        assert found.pop("shared") == shared
         assert len(found) == 6
         for case, errors in found.items():
             assert max(errors.values()) < 1e-5, f"rank {rank}, {case}: {errors}"

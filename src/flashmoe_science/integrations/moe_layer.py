@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -41,12 +42,27 @@ def _check_device(device: object) -> None:
 # torch's module of DTensors loads slowly: only layers over a mesh import it.
 
 
+# By group, kind of device and capacity. Layers keep them alive.
+_shared: weakref.WeakValueDictionary[tuple[Any, str, float], ExpertParallel] = weakref.WeakValueDictionary()
+
+
 def _split_experts(mesh: DeviceMesh, experts: int, capacity: float) -> ExpertParallel:
+    """Return what all layers of a mesh and a capacity share, as the buffer of its transport may be large."""
+    from ..distributed.exchange import group_of
     from ..distributed.expert_parallel import ExpertParallel
 
-    parallel = ExpertParallel(mesh, capacity=capacity)
-    if experts % parallel.ranks:
-        raise InputError(f"experts must be a multiple of the {parallel.ranks} ranks of ep_mesh, got {experts}")
+    group = group_of(mesh, "ep")
+    if experts % group.size():
+        raise InputError(f"experts must be a multiple of the {group.size()} ranks of ep_mesh, got {experts}")
+    if type(capacity) not in (int, float):
+        return ExpertParallel(mesh, capacity=capacity)  # raises
+    key = (group, mesh.device_type, capacity)
+    parallel = _shared.get(key)
+    # Ranks may free layers at unlike times, and all must share the same.
+    have: list[bool] = [False] * group.size()
+    torch.distributed.all_gather_object(have, parallel is not None, group=group)
+    if parallel is None or not all(have):
+        parallel = _shared[key] = ExpertParallel(mesh, capacity=capacity)
     return parallel
 
 
@@ -108,7 +124,8 @@ class MoeLayer(nn.Module):
             tokens, as many as the others (see ``flashmoe_science.distributed.ExpertParallel``). Parameters are
             DTensors, those of experts ``Shard(0)``, others ``Replicate()``. Their gradients are of the sum of the
             ranks' losses. Ranks that draw from one seed have the weights of a layer without a mesh.
-        capacity: as in ``ExpertParallel``; ``layer.parallel.check_capacity()`` raises where tokens found no room.
+        capacity: as in ``ExpertParallel``. Layers of one mesh and capacity share ``parallel``, its messages' memory and
+            its count of tokens without room: ``layer.parallel.check_capacity()`` of one checks all.
 
     Raises:
         InputError: a size or option breaks the contract of ``fused_moe``, ``route`` or ``ExpertParallel``; the ranks do
