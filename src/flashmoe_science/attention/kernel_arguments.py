@@ -334,6 +334,9 @@ class DecodeCall(NamedTuple):
     ALIGN_Q: int  # every row of q starts at a multiple of this many elements
     ALIGN: int  # every row of k and v starts at a multiple of this many elements
     ALIGN_O: int
+    IN_FP16: bool  # 8-bit keys and values are multiplied in fp16
+    ITEMS: int  # 2: pairs of them are loaded as 16 bits, and strides of the cache and ALIGN count pairs; else 1
+    HAS_PTX: bool  # not in Triton's interpreter
     K_BY_TOKEN: bool  # each key has a scale of its own, else a head or all have one
     V_BY_TOKEN: bool
     SHARED_KV: bool  # V is the first DV columns of K; then D is DV, and REST columns follow

@@ -148,8 +148,8 @@ def flash_attention_with_kv_cache(
         UnsupportedError: no kernel serves this call, an input requires grad while gradients are recorded, or one has a
             forward-mode tangent.
 
-    Numerics: those of ``flash_attention``. Keys and values of fp8 are exact in the dtype of q; scales are applied in
-    fp32, but a value with a scale of its own is rounded to the dtype of q once more. Results are bitwise reproducible:
+    Numerics: those of ``flash_attention``. Keys and values of fp8 are exact; beside q of 16 bits products are of fp16,
+    and scales are applied to scores and to P in fp32. Results are bitwise reproducible:
     splits merge in fp32 in a fixed order. CPU tensors run ``cache_reference``. Unchecked, a length on a GPU is cut to
     what the cache holds, and a page that does not exist is read where it would be, or by ``decode_gluon_sm90`` as
     zeros.

@@ -61,7 +61,7 @@ _NAMES = {
 
 def _interpreter_call(plan: DecodePlan) -> Call:
     from ..forward.prepare import interpret
-    from .prepare import pointer_names, prepare_cache_kernels
+    from .prepare import pointer_names, prepare_cache_kernels, takes_pairs
 
     problem = plan.problem
     if problem.dtype == "bf16":
@@ -79,6 +79,8 @@ def _interpreter_call(plan: DecodePlan) -> Call:
         for kernel in kernels:
             if kernel.source.name != "_append_kernel" and problem.rotary_dim:
                 places["q_ptr"] = outputs["q_out_ptr"]
+            if kernel.source.name == "_decode_kernel" and takes_pairs(problem):
+                places.update({name: places[name].view(torch.int16) for name in ("k_ptr", "v_ptr")})
             interpret(kernel, tuple(places[name] for name in pointer_names(kernel)))
         return outputs["o_ptr"], outputs.get("lse_ptr")
 

@@ -49,7 +49,22 @@ def pointer_names(kernel: PreparedKernel) -> tuple[str, ...]:
 def _inputs(problem: CacheProblem) -> dict[str, Argument]:
     """Return the pointers of q, k and v: they are aligned where the caller's tensors are."""
     aligned, kv = problem.pointer_alignment >= 16, "fp8e4nv" if problem.is_fp8 else problem.dtype
+    if takes_pairs(problem):
+        kv = "i16"
     return {f"{name}_ptr": Pointer(problem.dtype if name == "q" else kv, name, aligned=aligned) for name in "qkv"}
+
+
+def takes_pairs(problem: CacheProblem) -> bool:
+    """Return whether two 8-bit numbers of the cache are loaded as one of 16 bits."""
+    p = problem
+    columns = p.head_dim_v if p.shared_kv else p.head_dim
+    sizes = columns, p.head_dim - columns, p.head_dim_v, alignments(p)[1], p.k_strides[1], p.v_strides[1]
+    return p.is_fp8 and p.item_bytes == 2 and not any(size % 2 for size in sizes)
+
+
+def _reach(problem: CacheProblem, strides: tuple[int, ...]) -> int:
+    """Return a bound on places in a cache, or in its scales, whose first strides are those of pages and rows."""
+    return problem.pages * abs(strides[0]) + max(problem.page_size, problem.capacity) * abs(strides[1])
 
 
 def _scales(problem: CacheProblem) -> dict[str, Argument]:
@@ -61,8 +76,10 @@ def _scales(problem: CacheProblem) -> dict[str, Argument]:
         ("v_scale", p.k_scale_strides if p.shared_kv else p.v_scale_strides, "k_scale" if p.shared_kv else "v_scale"),
     ):
         found[f"{name}_ptr"] = Pointer("fp32", tensor) if strides else None
+        # Places are as wide as strides are: of 32 bits they take half of the instructions.
+        kind = "i32" if strides and _reach(p, strides) < 2**31 else "i64"
         for axis, stride in zip(("page", "row", "h"), strides or (None,) * 3, strict=True):
-            found[f"{name}_strides.{axis}"] = None if stride is None else Scalar("i64", stride)
+            found[f"{name}_strides.{axis}"] = None if stride is None else Scalar(kind, stride)
     return found
 
 
@@ -162,6 +179,7 @@ def _decode(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
     assert isinstance(config, DecodeConfig)
     assert isinstance(shares, KVSplits)
     (align_q, align), align_o = alignments(p), _output_alignment(p)
+    items = 2 if takes_pairs(p) else 1
     q, k, v, o, bias = _queries(p), p.k_strides, p.v_strides, p.output_strides, p.bias_strides
     (qb, qh), (kp, kh, vp, vh) = _units(q[:2], align_q), _units((k[0], k[2], v[0], v[2]), align)
     ob, oh = _units(o[:2], align_o)
@@ -190,8 +208,8 @@ def _decode(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
     wide = p.page_size > 0 and reach // align >= 2**31
     constants = {
         "q_strides.ROW": q[2],
-        "k_strides.ROW": k[1],
-        "v_strides.ROW": v[1],
+        "k_strides.ROW": k[1] // items,
+        "v_strides.ROW": v[1] // items,
         "o_strides.ROW": o[2],
         **{f"{name}_strides.COLUMN": 1 for name in "qkvo"},
         "bias_strides.COLUMN": bias[3] if p.bias else 0,
@@ -202,8 +220,11 @@ def _decode(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
             BLOCK_D=block_dim(columns),
             BLOCK_DV=block_dim(p.head_dim_v),
             ALIGN_Q=align_q,
-            ALIGN=align,
+            ALIGN=align // items,
             ALIGN_O=align_o,
+            IN_FP16=p.is_fp8 and p.item_bytes == 2,
+            ITEMS=items,
+            HAS_PTX=plan.arch > 0,
             K_BY_TOKEN=p.k_by_token,
             V_BY_TOKEN=p.k_by_token if p.shared_kv else p.v_by_token,
             SHARED_KV=p.shared_kv,

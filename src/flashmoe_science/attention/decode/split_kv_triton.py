@@ -26,6 +26,15 @@ from ..kernel_arguments import (
     Window,
 )
 from ..primitives import cap_scores, head_offset, load_rows
+from .fp8_primitives import (
+    HEADROOM,
+    finish_columns,
+    load_columns,
+    load_scales,
+    power_of_two,
+    prepare_queries,
+    scale_bases,
+)
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LARGEST: tl.constexpr = tl.constexpr(3.4028234663852886e38)  # finite number of fp32
@@ -147,27 +156,32 @@ def _prefetch(base, start_n, offs_n, end, STRIDE_N: tl.constexpr, BLOCK_COLS: tl
 
 @triton.jit
 def _attend(
-    acc, l, m, q, q_rest, k_ptrs, rest_ptrs, v_ptrs, cols, mask_n, offs_d, offs_rest, offs_dv, position, window,
+    acc, acc_odd, l, m, q, q_odd, k_ptrs, rest_ptrs, v_ptrs, cols, mask_n, offs_d, offs_rest, offs_dv, position, window,
     scale, k_scales, v_scales, softcap, slope, bias_rows, bias_strides, CALL: tl.constexpr,
 ):  # fmt: skip
     """Add one tile of keys, those of ``mask_n``, to output, sum and maximum: a step of the online softmax.
 
-    Keys and values of 8 bits are exact in the dtype of q. A scale of each key is a factor on its scores in fp32.
+    Keys and values of 8 bits are exact in the dtype of q. A scale of each key is a factor on its scores in fp32, and
+    one of each value on P. ``q``: the queries, and those of the columns behind the values; of pairs their even columns.
     """
     mask_k, mask_v = mask_n[:, None], mask_n[:, None]
     if CALL.D != CALL.BLOCK_D:
-        mask_k = mask_k & (offs_d[None, :] < CALL.D)
+        mask_k = mask_k & (offs_d[None, :] < CALL.D // CALL.ITEMS)
     if CALL.DV != CALL.BLOCK_DV:
-        mask_v = mask_v & (offs_dv[None, :] < CALL.DV)
-    k = tl.load(k_ptrs, mask=mask_k, other=0.0).to(q.dtype)  # [BLOCK_N, BLOCK_D]
-    s = tl.dot(q, tl.trans(k), input_precision=CALL.PRECISION)  # [BLOCK_M, BLOCK_N]
+        mask_v = mask_v & (offs_dv[None, :] < CALL.DV // CALL.ITEMS)
+    k, k_odd = load_columns(k_ptrs, mask_k, q[0].dtype, CALL.ITEMS > 1, CALL.HAS_PTX)  # [BLOCK_N, BLOCK_D]
+    s = tl.dot(q[0], tl.trans(k), input_precision=CALL.PRECISION)  # [BLOCK_M, BLOCK_N]
+    if CALL.ITEMS > 1:
+        s = tl.dot(q_odd[0], tl.trans(k_odd), s)
     if CALL.REST > 0:
         mask_rest = mask_n[:, None]
         if CALL.REST != CALL.BLOCK_REST:
-            mask_rest = mask_rest & (offs_rest[None, :] < CALL.REST)
-        rest = tl.load(rest_ptrs, mask=mask_rest, other=0.0).to(q.dtype)  # [BLOCK_N, BLOCK_REST]
-        s = tl.dot(q_rest, tl.trans(rest), s, input_precision=CALL.PRECISION)
-    s *= scale
+            mask_rest = mask_rest & (offs_rest[None, :] < CALL.REST // CALL.ITEMS)
+        rest, rest_odd = load_columns(rest_ptrs, mask_rest, q[0].dtype, CALL.ITEMS > 1, CALL.HAS_PTX)
+        s = tl.dot(q[1], tl.trans(rest), s, input_precision=CALL.PRECISION)
+        if CALL.ITEMS > 1:
+            s = tl.dot(q_odd[1], tl.trans(rest_odd), s)
+    s *= scale[:, None] if CALL.IN_FP16 else scale
     if CALL.K_BY_TOKEN:
         s *= k_scales[None, :]
     if softcap is not None:
@@ -187,20 +201,30 @@ def _attend(
         finite = tl.clamp(bias * LOG2_E, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
         s += tl.where(tl.abs(bias) == float("inf"), bias, finite)
     s = tl.where(visible, s, -float("inf"))
-    m_new = tl.maximum(m, tl.max(s, 1))
+    largest = tl.max(s, 1) - HEADROOM if CALL.IN_FP16 else tl.max(s, 1)
+    m_new = tl.maximum(m, largest)
     # A row that has met no key has m == -inf, and -inf - -inf is NaN.
     m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)
     p = tl.exp2(s - m_safe[:, None])
     alpha = tl.exp2(m - m_safe)
     l = l * alpha + tl.sum(p, 1)
-    if CALL.SHARED_KV:
-        v = k
+    v, v_odd = k, k_odd
+    if not CALL.SHARED_KV:
+        v, v_odd = load_columns(v_ptrs, mask_v, q[0].dtype, CALL.ITEMS > 1, CALL.HAS_PTX)  # [BLOCK_N, BLOCK_DV]
+    if CALL.V_BY_TOKEN and CALL.IN_FP16:
+        unit = power_of_two(tl.max(tl.abs(v_scales), 0))  # P stays within fp16
+        p = (p * (v_scales / unit)[None, :]).to(v.dtype)
+        acc = acc * alpha[:, None] + tl.dot(p, v) * unit
+        if CALL.ITEMS > 1:
+            acc_odd = acc_odd * alpha[:, None] + tl.dot(p, v_odd) * unit
     else:
-        v = tl.load(v_ptrs, mask=mask_v, other=0.0).to(q.dtype)  # [BLOCK_N, BLOCK_DV]
-    if CALL.V_BY_TOKEN:
-        v = (v.to(tl.float32) * v_scales[:, None]).to(q.dtype)
-    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=CALL.PRECISION)
-    return acc, l, m_new
+        if CALL.V_BY_TOKEN:
+            v = (v.to(tl.float32) * v_scales[:, None]).to(v.dtype)
+        p = p.to(v.dtype)
+        acc = tl.dot(p, v, acc * alpha[:, None], input_precision=CALL.PRECISION)
+        if CALL.ITEMS > 1:
+            acc_odd = tl.dot(p, v_odd, acc_odd * alpha[:, None])
+    return acc, acc_odd, l, m_new
 
 
 @triton.jit
@@ -240,40 +264,6 @@ def _load_pages(table, start_n, offs_n, first, end, PAGE_SIZE: tl.constexpr, BLO
 
 
 @triton.jit
-def _scales_of(scale_ptr, h, page, strides, PAGE_SIZE: tl.constexpr):
-    """Return where the scales of head ``h`` begin; without a page table, those of the sequence's page."""
-    base = scale_ptr + h.to(tl.int64) * strides.h
-    if PAGE_SIZE == 0:
-        base += page.to(tl.int64) * strides.page
-    return base
-
-
-@triton.jit
-def _scale_bases(
-    k_scale_ptr, v_scale_ptr, k_base, v_base, h, table, scale, k_scale_strides, v_scale_strides, CALL: tl.constexpr
-):
-    """Return where the scales of keys and of values begin, and the factor on the scores of all keys."""
-    k_scale_base, v_scale_base = k_base, v_base
-    if k_scale_ptr is not None:
-        k_scale_base = _scales_of(k_scale_ptr, h, table, k_scale_strides, CALL.PAGE_SIZE)
-        if not CALL.K_BY_TOKEN:
-            scale *= tl.load(k_scale_base)
-    if v_scale_ptr is not None:
-        v_scale_base = _scales_of(v_scale_ptr, h, table, v_scale_strides, CALL.PAGE_SIZE)
-    return k_scale_base, v_scale_base, scale
-
-
-@triton.jit
-def _load_scales(base, page, cols, mask_n, strides, PAGE_SIZE: tl.constexpr):
-    """Return a scale for each key of a tile, whose pages are ``page``."""
-    if PAGE_SIZE == 0:
-        at = cols.to(tl.int64) * strides.row
-    else:
-        at = page.to(tl.int64) * strides.page + (cols % PAGE_SIZE).to(tl.int64) * strides.row
-    return tl.load(base + at, mask=mask_n, other=1.0)
-
-
-@triton.jit
 def _prefetch_split(
     inputs, cache, b, h, first, end, split, each, count, offs_n, k_strides, v_strides, stride_tb,
     CALL: tl.constexpr, TILE: tl.constexpr,
@@ -290,8 +280,8 @@ def _prefetch_split(
         ITEM_BYTES: tl.constexpr = inputs.k_ptr.dtype.element_ty.primitive_bitwidth // 8
         for step in tl.static_range(TILE.NUM_STAGES - 1):
             start = place + step * TILE.BLOCK_N
-            _prefetch(k_base, start, offs_n, end, k_strides.ROW, CALL.BLOCK_D, ITEM_BYTES)
-            _prefetch(v_base, start, offs_n, end, v_strides.ROW, CALL.BLOCK_DV, ITEM_BYTES)
+            _prefetch(k_base, start, offs_n, end, k_strides.ROW, CALL.BLOCK_D // CALL.ITEMS, ITEM_BYTES)
+            _prefetch(v_base, start, offs_n, end, v_strides.ROW, CALL.BLOCK_DV // CALL.ITEMS, ITEM_BYTES)
 
 
 @triton.jit
@@ -393,7 +383,7 @@ def _decode_kernel(
     """Attend BLOCK_M rows to one split of the keys of a sequence. Grid: (TILES_M * HK * splits,)."""
     # Shapes: Triton 3.6 takes names of constants in lists, not fields of groups.
     BLOCK_M: tl.constexpr = TILE.BLOCK_M
-    BLOCK_DV: tl.constexpr = CALL.BLOCK_DV
+    COLUMNS: tl.constexpr = CALL.BLOCK_DV // CALL.ITEMS
     pid = tl.program_id(0)
     tile, h = pid % TILE.TILES_M, (pid // TILE.TILES_M) % sizes.heads_kv
     chunk = pid // (TILE.TILES_M * sizes.heads_kv)
@@ -409,6 +399,7 @@ def _decode_kernel(
 
     b, split, each, count, first, end = _find_split(chunk, cache, sizes, window.left, kv_splits, CALL.HAS_LEFT, TILE)
     offs_n, offs_d, offs_dv = tl.arange(0, TILE.BLOCK_N), tl.arange(0, CALL.BLOCK_D), tl.arange(0, CALL.BLOCK_DV)
+    pairs_d, pairs_dv = tl.arange(0, CALL.BLOCK_D // CALL.ITEMS), tl.arange(0, CALL.BLOCK_DV // CALL.ITEMS)
     row = tile * TILE.BLOCK_M + tl.arange(0, TILE.BLOCK_M)  # token by token, in each the GROUP heads of this K/V head
     token, head = row // CALL.GROUP, h * CALL.GROUP + row % CALL.GROUP
     rows = sizes.seqlen_q * CALL.GROUP
@@ -440,10 +431,12 @@ def _decode_kernel(
         inputs.k_ptr, inputs.v_ptr, cache, b, h, k_strides, v_strides, stride_tb, CALL.ALIGN
     )
 
-    k_scale_base, v_scale_base, scale = _scale_bases(
+    k_scale_base, v_scale_base, scale = scale_bases(
         k_scale_ptr, v_scale_ptr, k_base, v_base, h, table, scale, k_scale_strides, v_scale_strides, CALL
     )
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    queries, odd_queries, offs_rest, scale = prepare_queries(q, q_rest, offs_rest, scale, BLOCK_M, CALL)
+    acc = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
+    acc_odd = acc
     l = tl.zeros([BLOCK_M], tl.float32)
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
     # The pages of a tile are read one tile ahead: the addresses of K and V wait for no load.
@@ -453,27 +446,24 @@ def _decode_kernel(
     for start_n in tl.range(begin, stop, TILE.BLOCK_N, num_stages=TILE.NUM_STAGES):
         cols = start_n + offs_n
         mask_n = (cols >= first) & (cols < end)  # what lies past a sequence is never read
-        k_ptrs = _tile_pointers(k_base, page, cols, start_n, offs_n, offs_d, k_strides, CALL, TILE.BLOCK_N)
-        v_ptrs = _tile_pointers(v_base, page, cols, start_n, offs_n, offs_dv, v_strides, CALL, TILE.BLOCK_N)
+        k_ptrs = _tile_pointers(k_base, page, cols, start_n, offs_n, pairs_d, k_strides, CALL, TILE.BLOCK_N)
+        v_ptrs = _tile_pointers(v_base, page, cols, start_n, offs_n, pairs_dv, v_strides, CALL, TILE.BLOCK_N)
         rest_ptrs = k_ptrs
         if CALL.REST > 0:
             rest_ptrs = _tile_pointers(
-                k_base + CALL.DV, page, cols, start_n, offs_n, offs_rest, k_strides, CALL, TILE.BLOCK_N
+                k_base + CALL.DV // CALL.ITEMS, page, cols, start_n, offs_n, offs_rest, k_strides, CALL, TILE.BLOCK_N
             )
-        k_scales, v_scales = scale, scale  # not read, where a key has none of its own
-        if CALL.K_BY_TOKEN:
-            k_scales = _load_scales(k_scale_base, page, cols, mask_n, k_scale_strides, CALL.PAGE_SIZE)
-        if CALL.V_BY_TOKEN:
-            v_scales = _load_scales(v_scale_base, page, cols, mask_n, v_scale_strides, CALL.PAGE_SIZE)
+        k_scales, v_scales = load_scales(
+            k_scale_base, v_scale_base, scale, page, cols, mask_n, k_scale_strides, v_scale_strides, CALL
+        )
         if CALL.PAGE_SIZE > 0:
             page = _load_pages(table, start_n + TILE.BLOCK_N, offs_n, first, end, CALL.PAGE_SIZE, TILE.BLOCK_N)
-        acc, l, m = _attend(
-            acc, l, m, q, q_rest, k_ptrs, rest_ptrs, v_ptrs, cols, mask_n, offs_d, offs_rest, offs_dv, position, window,
-            scale, k_scales, v_scales, softcap, slope, bias_rows, bias_strides, CALL,
+        acc, acc_odd, l, m = _attend(
+            acc, acc_odd, l, m, queries, odd_queries, k_ptrs, rest_ptrs, v_ptrs, cols, mask_n, pairs_d, offs_rest,
+            pairs_dv, position, window, scale, k_scales, v_scales, softcap, slope, bias_rows, bias_strides, CALL,
         )  # fmt: skip
 
-    if v_scale_ptr is not None and not CALL.V_BY_TOKEN:
-        acc *= tl.load(v_scale_base)
+    acc = finish_columns(acc, acc_odd, v_scale_ptr, v_scale_base, CALL)
     mask_o = mask_m[:, None]
     if CALL.DV != CALL.BLOCK_DV:
         mask_o = mask_o & (offs_dv[None, :] < CALL.DV)
