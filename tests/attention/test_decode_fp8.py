@@ -10,9 +10,12 @@ import torch
 
 from flashmoe_science import InputError, UnsupportedError, explain_with_kv_cache, flash_attention_with_kv_cache
 from flashmoe_science.attention import reference
+from flashmoe_science.attention.decode.contract import cache_problem_of
 from flashmoe_science.attention.decode.plan import plan_with_kv_cache
 from flashmoe_science.attention.decode.problem import CacheProblem
 from flashmoe_science.gpu.specs import SPECS
+
+from .cache_cases import CACHE_CASES, make_tensors
 
 FP8 = torch.float8_e4m3fn
 
@@ -171,3 +174,20 @@ def test_kernels_compile(gpu, arch, by_token):
             most = 16 if problem.shared_kv and by_token else 0  # what the oldest Triton spills
             assert found.spill_bytes <= most, (kernel.source.name, problem.describe(), found.registers)
             assert found.shared_memory_bytes <= SPECS[gpu].shared_memory_per_block_bytes
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("case", [case for case in CACHE_CASES if case.fp8], ids=str)
+def test_what_the_interpreter_runs_compiles_with_pointers_of_the_caches(case):
+    """The interpreter takes the dtypes of tensors, and products of any width."""
+    pytest.importorskip("triton", reason="Triton exists for Linux only")
+    from flashmoe_science.attention.decode.prepare import prepare_cache_kernels
+    from flashmoe_science.gpu.compile import compile_kernel
+
+    case = dataclasses.replace(case, dtype="bf16")
+    problem = cache_problem_of(make_tensors(case), **case.options)
+    for kernel in prepare_cache_kernels(plan_with_kv_cache(problem, SPECS["H200"])):
+        compile_kernel(kernel.source, 90)
+        if kernel.source.name == "_append_kernel":
+            kinds = dict(kernel.source.signature)
+            assert {kinds[name] for name in kinds if name in ("k_ptr", "v_ptr")} == {"*fp8e4nv"}

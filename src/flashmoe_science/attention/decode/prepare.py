@@ -46,10 +46,13 @@ def pointer_names(kernel: PreparedKernel) -> tuple[str, ...]:
     return tuple(f"{name}_ptr" for name in kernel.tensors)
 
 
-def _inputs(problem: CacheProblem) -> dict[str, Argument]:
-    """Return the pointers of q, k and v: they are aligned where the caller's tensors are."""
+def _inputs(problem: CacheProblem, *, pairs: bool = False) -> dict[str, Argument]:
+    """Return the pointers of q, k and v: they are aligned where the caller's tensors are.
+
+    With ``pairs``, as a kernel takes the cache that loads two 8-bit numbers as one of 16 bits.
+    """
     aligned, kv = problem.pointer_alignment >= 16, "fp8e4nv" if problem.is_fp8 else problem.dtype
-    if takes_pairs(problem):
+    if pairs:
         kv = "i16"
     return {f"{name}_ptr": Pointer(problem.dtype if name == "q" else kv, name, aligned=aligned) for name in "qkv"}
 
@@ -58,8 +61,12 @@ def takes_pairs(problem: CacheProblem) -> bool:
     """Return whether two 8-bit numbers of the cache are loaded as one of 16 bits."""
     p = problem
     columns = p.head_dim_v if p.shared_kv else p.head_dim
-    sizes = columns, p.head_dim - columns, p.head_dim_v, alignments(p)[1], p.k_strides[1], p.v_strides[1]
-    return p.is_fp8 and p.item_bytes == 2 and not any(size % 2 for size in sizes)
+    widths = columns, p.head_dim - columns, p.head_dim_v
+    sizes = *widths, alignments(p)[1], p.k_strides[1], p.v_strides[1]
+    fills = all(
+        block_dim(width) >= 32 for width in widths if width
+    )  # half of the columns are 16, the least of a product
+    return p.is_fp8 and p.item_bytes == 2 and fills and not any(size % 2 for size in sizes)
 
 
 def _reach(problem: CacheProblem, strides: tuple[int, ...]) -> int:
@@ -184,7 +191,7 @@ def _decode(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
     (qb, qh), (kp, kh, vp, vh) = _units(q[:2], align_q), _units((k[0], k[2], v[0], v[2]), align)
     ob, oh = _units(o[:2], align_o)
     arguments: dict[str, Argument] = {
-        **_in_group("inputs", _inputs(p)),
+        **_in_group("inputs", _inputs(p, pairs=takes_pairs(p))),
         **_places(p),
         "sinks_ptr": Pointer(p.sinks, "sinks") if p.sinks else None,
         "alibi_ptr": Pointer(p.alibi, "alibi") if p.alibi else None,
