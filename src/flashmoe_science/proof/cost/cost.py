@@ -31,7 +31,7 @@ _MODEL: dict[GateName, tuple[float, float, float, float]] = {
     "quick": (6.0, 0.1, 0.005, 3.0),
     "bench": (6.0, 0.1, 0.005, 3.0),
 }
-_LARGE = 1e11  # operations of a large case
+_LARGE_FLOPS, _LARGE_BYTES = 1e11, 1e8  # a large case has as many operations, or as many bytes
 QUICK_ROUNDS = 5
 QUICK_CASES = 8  # the most, drawn by the seed of the run; older runs had all
 _OVER_RANKS = 5.0  # times as long: they meet at each step, load more libraries, and share larger problems
@@ -110,7 +110,9 @@ def size_of(record: Record) -> RunSize:
     workers = settings.processes * modes
     arms = 1 + len(record.baselines) + bool(record.baselines)
     ranks = record.environment.ranks is not None
-    large = sum(case.work.flops >= _LARGE for case in served) / max(1, len(served))
+    large = sum(case.work.flops >= _LARGE_FLOPS or case.work.bytes >= _LARGE_BYTES for case in served) / max(
+        1, len(served)
+    )
     cells = len(served) * workers
     if drawn := len({each.case for each in record.alone}):  # in a process without the subject
         workers, cells = workers + modes, cells + modes * drawn

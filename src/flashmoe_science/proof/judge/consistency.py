@@ -341,8 +341,8 @@ def _clocks(record: Record) -> _Found:
         if spec is None or not case.work.flops:
             continue
         peak = spec.peak_tflops.get(case.work.peak, max(spec.peak_tflops.values())) * 1e12
-        fewest = case.work.flops / (peak * max(clocks) / spec.boost_sm_clock_mhz)
-        arms = {arm.name for arm in case.arms if arm.status == "measured"}
+        fewest = case.work.flops / (peak * max(clocks) / spec.boost_sm_clock_mhz)  # a copy has no answer to compute
+        arms = {arm.name for arm in case.arms if arm.status == "measured" and (arm.accuracy or arm.role == "subject")}
         for kind, arm, column in _arm_columns(rounds):
             if arm in arms and column and median(column) < fewest:
                 took = f"{arm} took {median(column) * 1e6:.3g} us of {kind} time"
