@@ -118,6 +118,22 @@ def controls(rng: np.random.Generator, runs: int) -> None:
         print_row(offset, *cells)
 
 
+def cases_at_the_factor(rng: np.random.Generator, runs: int) -> None:
+    """How often 13 cases exactly at a claim's factor refute it, by one interval above or below; and all contain it."""
+    print_row("processes x rounds", "offsets", "refuted", "all contain it")
+    for (processes, rounds), offset in itertools.product(((3, 10), (5, 6)), (0.0, 0.5)):
+        found = [
+            [
+                clustered_interval(draw_groups(rng, processes=processes, rounds=rounds, offset=offset))
+                for _ in range(MANY)
+            ]
+            for _ in range(runs)
+        ]
+        refuted = [any(each.high < 0.0 for each in cases) for cases in found]
+        contain = [all(each.contains(0.0) for each in cases) for cases in found]
+        print_row(f"{processes} x {rounds}", offset, share(refuted), share(contain))
+
+
 def unlike_controls(rng: np.random.Generator, runs: int) -> None:
     """False alarms of 13 controls when the processes have offsets in one case only."""
     print_row("offsets in one case of 13", "family")
@@ -397,6 +413,7 @@ def main() -> None:
         (counted_as_independent, 10),
         (offsets_of_unlike_size, 10),
         (histories, 10),
+        (cases_at_the_factor, 10),
     ):  # what comes before leaves them alone
         if asked.only in ("", simulate.__name__):
             print(f"\n{simulate.__doc__} {runs // part} runs for each figure.\n")

@@ -23,7 +23,10 @@ def prices(repository, monkeypatch, tmp_path):
 
 def gates(*seconds) -> list[Gate]:
     held = dict(zip(GPU_GATES, seconds, strict=False))
-    return [gate.model_copy(update={"gpu_seconds": held.get(gate.name, 0.0)}) for gate in build_gates()]
+    return [
+        gate.model_copy(update={"gpu_seconds": held.get(gate.name, 0.0), "seconds": held.get(gate.name, 1.0)})
+        for gate in build_gates()
+    ]
 
 
 @pytest.fixture

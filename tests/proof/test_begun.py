@@ -109,6 +109,17 @@ def test_a_verdict_says_how_many_runs_were_begun_and_kept(store):
     assert runs_begun(build_record(), records) == UNKNOWN_RUNS
 
 
+def test_records_that_are_of_no_ledger_or_another_are_not_counted_as_kept(store, tmp_path):
+    records = begun_records(store, 2)
+    first = next(iter(records.values()))
+    older = build_record(seed=7)
+    other = build_record(seed=8)
+    other = other.model_copy(update={"begun": Store(tmp_path / "other").begin(other)})
+    told = runs_begun(first, {**records, older.id: older})
+    assert told == "4 runs of its kind were begun, and 2 kept; of how many runs 1 more is, is not known"
+    assert runs_begun(first, {**records, older.id: older, other.id: other}).endswith("2 more are, is not known")
+
+
 def test_the_line_of_another_run_is_found(store):
     one, other = begun_records(store, 2).values()
     forged = other.model_copy(update={"begun": one.begun})

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from flashmoe_science.proof.compare.compare import Effect, compare_records
 from flashmoe_science.proof.judge.judge import VerdictStatus, judge
 from flashmoe_science.proof.judge.run_verdicts import conclude, expectation, last_word, run_exit_code
 from flashmoe_science.proof.judge.staleness import Sources
-from flashmoe_science.proof.records.evidence import Gate, GateStatus
+from flashmoe_science.proof.records.evidence import Gate, GateStatus, Record
 
 from .builders import build_gates, build_record
 from .claim_builders import build_claim, claim_toml, suite_toml
@@ -107,6 +108,22 @@ def test_the_last_word_of_a_run_that_was_told_where_to_stop():
     assert last_word(build_record(gates=gates, gpu=None))[1] == (
         "sources, build passed; the later gates were not asked for"
     )
+
+
+def test_what_contradicts_itself_is_no_verdict_and_cannot_be_compared(repository):
+    """As recorded, too, which is what ``show`` prints."""
+    document = run_of().model_dump(mode="json")
+    accuracy = document["cases"][0]["arms"][0]["accuracy"]
+    accuracy["max_error"] = 5000 * accuracy["budget"]
+    forged = Record.model_validate(document)
+    for at, as_recorded in ((repository, False), (repository, True), (None, False)):
+        (verdict,) = conclude(forged, at, as_recorded=as_recorded)
+        assert verdict.status is VerdictStatus.INVALID
+    sound = build_record(suite="made_up", speedups=[2.0, 3.0], day=1)
+    for pair in ((forged, sound), (sound, forged)):
+        found = compare_records(*pair)
+        assert found.effect is Effect.UNDECIDED
+        assert f"run {forged.id} is invalid: check accuracy: " in found.reason
 
 
 def test_a_run_on_one_of_several_gpus_is_judged_for_that_one_and_says_so(repository):

@@ -17,6 +17,7 @@ from pydantic import Field
 
 from ...errors import EvidenceError, TooFewRoundsError
 from ..judge.comparable import check_comparable, common_baseline
+from ..judge.consistency import check_alone, contradiction
 from ..judge.familywise import comparison_intervals, unpaired_intervals
 from ..judge.judge import check_control, paired_log_ratios, sanity_failure
 from ..judge.rows import kinds_measured
@@ -196,9 +197,13 @@ def compare_records(
             reason = f"run {run.id} failed gate {failed.name}: {failed.summary}"
             return comparison(effect=Effect.UNDECIDED, reason=reason, gate_failed=failed.name, notes=notes)
     others = {case.name: case for case in b.cases}
+    wrong_in = [contradiction(check_alone(run, counts_work=False)) for run in (a, b)]
     rows, samples = [], []
     for kind in kinds:
-        invalid = [(run.id, sanity_failure(run, kind, (run.subject.name, baseline))) for run in (a, b)]
+        invalid = [
+            (run.id, sanity_failure(run, kind, (run.subject.name, baseline)) or wrong)
+            for run, wrong in zip((a, b), wrong_in, strict=True)
+        ]
         unsound = next((f"run {id_} is invalid: {why}" for id_, why in invalid if why), "")
         for case in common:
             pair = (case, a), (others[case.name], b)

@@ -166,9 +166,9 @@ def _may_share(one: _Column, other: _Column) -> bool:
     return a.id == b.id or (follow and not (one.own and other.own))
 
 
-def check_alone(record: Record) -> list[Check]:
-    """Return the checks that need nothing but the record."""
-    return [_run(name, check, record) for name, check in _OF_A_RECORD.items()]
+def check_alone(record: Record, *, counts_work: bool = True) -> list[Check]:
+    """Return the checks that need nothing but the record. To count its work, operators are loaded, and torch."""
+    return [_run(name, check, record) for name, check in _OF_A_RECORD.items() if counts_work or check is not _work]
 
 
 _Found = Iterator[str]  # what contradicts what; an empty text is nothing

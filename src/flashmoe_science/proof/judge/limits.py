@@ -87,12 +87,16 @@ def _modes(claim: Claim, record: Record) -> list[str]:
 
 
 def runs_begun(record: Record, records: Mapping[str, Record], lines: _Lines = ()) -> str:
-    """Return how many runs of the kind of ``record`` were begun in its store, and how many are kept here."""
+    """Return how many runs of the kind of ``record`` were begun in its store, and how many of them are kept here."""
     if record.begun is None:
         return UNKNOWN_RUNS
     alike = [other for other in records.values() if other.kind == record.kind]
-    same_store = [other.begun.count for other in alike if other.begun and other.begun.ledger == record.begun.ledger]
+    same_store = {
+        other.id: other.begun.count for other in alike if other.begun and other.begun.ledger == record.begun.ledger
+    }
     here = count_alike(lines, record) if lines and lines[0][0] == record.begun.ledger else 0
-    begun = max([record.begun.count, here, *same_store])
-    kept = len({other.id for other in alike} | {record.id})
-    return f"{counted(begun, 'run')} of its kind {'was' if begun == 1 else 'were'} begun, and {kept} kept"
+    begun = max([record.begun.count, here, *same_store.values()])
+    kept = same_store.keys() | {record.id}
+    others = len({other.id for other in alike} - kept)
+    beside = f"; of how many runs {others} more {'is' if others == 1 else 'are'}, is not known" if others else ""
+    return f"{counted(begun, 'run')} of its kind {'was' if begun == 1 else 'were'} begun, and {len(kept)} kept{beside}"

@@ -32,13 +32,16 @@ def conclude(
     claims = load_claims(repository / "claims") if repository else []
     about = [claim for claim in claims if why_not(claim, record) is None]
     gpu = record.environment.gpu
+    wrong = contradiction(check_alone(record, counts_work=not as_recorded))
     if repository is None or not about or gpu is None:
         expected = expectation(record)
         with naming(f"run {record.id}"):
             sources = since(expected) if since and expected else Sources()
-            return [judge(expected, record, changed=sources.changed, notes=sources.notes)] if expected else []
+            found = expected and judge(
+                expected, record, changed=sources.changed, notes=sources.notes, contradiction=wrong
+            )
+            return [found] if found else []
     known, doubts_about = (None, _no_doubts) if as_recorded else _seen_now(record, repository)
-    wrong = "" if as_recorded else contradiction(check_alone(record))  # counting work imports torch
     verdicts = []
     for claim in about:
         one = claim.on_gpu(gpu.name)

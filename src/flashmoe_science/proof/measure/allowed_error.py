@@ -191,7 +191,7 @@ def _scales_of(
         if scale.largest.shape != right.shape:
             shape, expected = list(scale.largest.shape), list(right.shape)
             raise ProofError(f"error_scale of {operator.name} must have the output's shape {expected}, got {shape}")
-        if not bool(torch.isfinite(scale.largest).all()):
+        if not all(bool(torch.isfinite(part).all()) for part in (scale.largest, scale.rms) if part is not None):
             raise ProofError(f"error_scale of {operator.name} must be finite")
     for place, right in enumerate(exact):  # one after another: a gradient of all weights is large
         scales[place] = _with_least(scales[place], right)
@@ -319,7 +319,7 @@ def _fault(output: torch.Tensor, wanted: Expected, accuracy: OutputAccuracy, rms
     if accuracy.max_error > wanted.budget:
         wrong = (output.double() - wanted.exact).abs() > wanted.budget
         return f"error {accuracy.max_error:.3g}, allowed {wanted.budget:.3g}; wrong in {count_marked(wrong)}"
-    if wanted.allowed is not None and (accuracy.element_share or 0.0) > 1.0:
+    if wanted.allowed is not None and not (accuracy.element_share or 0.0) <= 1.0:
         errors = (output.double() - wanted.exact).abs()
         place = int(_share(errors, wanted.allowed.largest).argmax())
         error, largest = (float(x.expand(errors.shape).flatten()[place]) for x in (errors, wanted.allowed.largest))
@@ -327,7 +327,7 @@ def _fault(output: torch.Tensor, wanted: Expected, accuracy: OutputAccuracy, rms
             f"error {error:.3g} in an element where {largest:.3g} is allowed; "
             f"wrong in {count_marked(errors > wanted.allowed.largest)}"
         )
-    if wanted.allowed is not None and wanted.allowed.rms is not None and (accuracy.row_share or 0.0) > 1.0:
+    if wanted.allowed is not None and wanted.allowed.rms is not None and not (accuracy.row_share or 0.0) <= 1.0:
         rms = (output.double() - wanted.exact).square().mean(-1, keepdim=True).sqrt()
         too_large = count_marked(rms > wanted.allowed.rms).replace("elements", "rows")
         return f"root mean square of a row's errors {accuracy.row_share:.3g} times what is allowed, in {too_large}"
