@@ -209,6 +209,10 @@ def an_impossible_launch(document):
     document["launches"][0]["block"] = [2048, 1, 1]
 
 
+def no_launches(document):
+    document["cases"][0]["arms"][0]["launches"] = []
+
+
 def an_arm_without_samples(document):
     for _, arms in columns(document):
         del arms["sdpa"]
@@ -257,6 +261,7 @@ FORGED = {
     fewer_bytes: "work",
     another_problem: "work",
     smaller_inputs: "inputs",
+    no_launches: "launches",
     an_impossible_launch: "launches",
     an_arm_without_samples: "arms",
     a_baseline_that_ran_is_refused: "arms",
@@ -381,9 +386,9 @@ def test_a_commit_that_git_does_not_have_is_said(in_git, named):
     repository, record = in_git
     checks = Consistency(repository, {}).of(with_subject(record, tree=TreeState(commit=named, dirty=False)))
     assert [check.result for check in checks[-2:]] == ["not checked", "not checked"]
-    why = f"git has no commit {named} here: it was rebased, or never pushed"
+    why = f"git has no commit {named} here: it was rebased, or never pushed" if named else "it names no commit"
     note = f"its sources and its date were not compared with git: {why}"
-    assert {check.note for check in checks} - {""} == ({note} if named == "f" * 40 else set())
+    assert {check.note for check in checks} - {""} == ({note} if named in ("f" * 40, None) else set())
 
 
 def test_a_shallow_clone_and_a_folder_without_git_lack_commits_without_a_note(in_git, tmp_path_factory):

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial, wraps
-from itertools import chain, combinations, compress
+from itertools import combinations, compress
 from pathlib import Path
 from statistics import median
 from typing import Literal
 
 from ...errors import EvidenceError, FlashmoeError, InputError, ProofError
-from ...gpu.specs import find_gpu, shared_memory_limit
+from ...gpu.specs import find_gpu
 from ..measure.schedule import KERNEL_CALLS, balanced_orders, known_set_counts, rounds_seed
 from ..records.begun import BegunRun
 from ..records.evidence import CLOCK_SKEW, CaseRecord, GateStatus, Gpu, Record, Rounds, TimeKind
@@ -31,6 +31,7 @@ from ..subject.operator import ranks_of
 from ..subject.registry import is_user_defined
 from ..text import counted
 from .alone import alone_faults
+from .launch_faults import launch_faults
 from .rank_checks import rank_views, ranks_fault
 from .roofline import known_spec
 
@@ -42,7 +43,6 @@ _DIGITS = 9  # by which scaled columns are compared
 # A share of the highest clock. Under power limits the median of a case was 0.72, and locked clocks may be half of that.
 _FEWEST_CLOCK = 0.25
 _MOST_POWER = 1.5  # of the limit: 1.02 is the most of real runs
-_MOST_THREADS, _MOST_REGISTERS = 1024, 255  # of a block, and of a thread, on every architecture
 _SLACK_S = 1.0
 _COMMIT_SKEW = timedelta(minutes=10)  # of the clocks of two machines
 _MOMENT_OF_ID = re.compile(r"(\d{8}T\d{6})Z-")
@@ -385,24 +385,6 @@ def _inputs(record: Record) -> _Found:
                 yield f"case {case.name}: {sets}, and an L2 of {gpu.l2_bytes} bytes needs {needed[-1]}"
 
 
-def _launches(record: Record) -> _Found:
-    """Compare launches with what a GPU can launch."""
-    gpu = record.environment.gpu
-    memory = shared_memory_limit(gpu.arch) if gpu else None
-    arms = [(case, arm) for case in record.cases for arm in case.arms]
-    launched = ((*of, launch) for of in arms for launch in chain(of[1].launches, *of[1].rank_launches))
-    for case, arm, launch in launched:
-        told = f"case {case.name}: {arm.name} launches {launch.name[:60]}"
-        if not 0 < math.prod(launch.block) <= _MOST_THREADS:
-            yield f"{told} with {math.prod(launch.block)} threads in a block"
-        if not 0 <= launch.registers <= _MOST_REGISTERS:
-            yield f"{told} with {launch.registers} registers in a thread"
-        if memory is not None and not 0 <= launch.shared_memory_bytes <= memory:
-            yield f"{told} with {launch.shared_memory_bytes} bytes of shared memory, at most {memory} fit"
-        if min(launch.grid) < 1 or launch.count < 1:
-            yield f"{told} in a grid of {launch.grid}, {launch.count} times"
-
-
 def _copied_processes(record: Record) -> _Found:
     """Find the samples of one process in another one, or in another case: whole, scaled or in another order."""
     seen: dict[_Key, _Column] = {}
@@ -505,7 +487,8 @@ class _AtCommit:
         """Ask git. Raises ``UncheckedError`` where it cannot tell."""
         commit = record.tree.commit
         if repository is None or commit is None:
-            raise UncheckedError("there is no repository here" if commit else "it names no commit")
+            why = "there is no repository here" if commit else "it names no commit"
+            raise UncheckedError(why, is_note=commit is None)
         if not is_commit(commit):
             raise UncheckedError(f"{commit!r} is no hash of a commit")
         # Asked for a path outside of its repository, git answers nothing at all.
@@ -593,8 +576,8 @@ def _ranks(record: Record) -> _Found:
 _OF_A_RECORD: dict[str, Callable[[Record], _Found]] = {
     check.__name__[1:].replace("_", " "): check
     for check in (
-        *(_work, _samples, _arms, _accuracy, _orders, _sensors, _clocks, _gates, _inputs, _launches, _ranks),
+        *(_work, _samples, _arms, _accuracy, _orders, _sensors, _clocks, _gates, _inputs, _ranks),
         *(_copied_processes, _copied_control, _copied_arms, _dates),
     )
-} | {"alone": alone_faults}
+} | {"launches": launch_faults, "alone": alone_faults}
 _WITH_GIT: dict[str, Callable[[_AtCommit, Record], _Found]] = {"commit": _commit, "sources": _sources}
