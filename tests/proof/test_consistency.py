@@ -213,6 +213,10 @@ def no_launches(document):
     document["cases"][0]["arms"][0]["launches"] = []
 
 
+def fewer_launches_than_identities(document):
+    document["cases"][0]["arms"][0]["identities"] = ["a" * 32, "b" * 32]
+
+
 def an_arm_without_samples(document):
     for _, arms in columns(document):
         del arms["sdpa"]
@@ -262,6 +266,7 @@ FORGED = {
     another_problem: "work",
     smaller_inputs: "inputs",
     no_launches: "launches",
+    fewer_launches_than_identities: "launches",
     an_impossible_launch: "launches",
     an_arm_without_samples: "arms",
     a_baseline_that_ran_is_refused: "arms",
@@ -431,10 +436,10 @@ FOUND = {
     *("a gate's gpu_seconds", "the problem", "flops", "bytes", "tokens", "input_sets", "input_set_bytes"),
     *("max_error", "a rate", "process", "sm_clock_mhz", "power_w", "temperature_c"),
 }
-SOMETIMES = {"a sample", "a launch's index", "block", "registers", "shared_memory_bytes"}
+SOMETIMES = {"a sample", "a launch's index", "block", "registers", "shared_memory_bytes", "count"}
 NEVER = {
     *("a gate's seconds", "memory_bytes", "power_limit_w", "graph_seconds", "graph_calls", "graph_replays"),
-    *("wall_calls", "budget", "low_precision_error", "peak_bytes", "grid", "count"),
+    *("wall_calls", "budget", "low_precision_error", "peak_bytes", "grid"),
 }
 
 

@@ -257,6 +257,7 @@ def test_a_row_whose_elements_are_right_and_whose_mean_square_is_not_is_caught()
         (lambda shape: [], "error_scale of .* must return one for each of 1 outputs"),
         (lambda shape: [(torch.ones(3), None)], r"error_scale of .* must have the output's shape .*33.*, got \[3\]"),
         (lambda shape: [(torch.full(shape, math.inf), None)], "error_scale of .* must be finite"),
+        (lambda shape: [(torch.ones(shape), torch.ones(3))], r"must have one rms a row, \[.*, 1\], got \[3\]"),
         (lambda shape: [(torch.ones(shape), torch.full((*shape[:-1], 1), math.nan))], "error_scale of .* finite"),
     ],
 )

@@ -8,6 +8,7 @@ from itertools import chain
 
 from ...gpu.specs import shared_memory_limit
 from ..records.evidence import GateStatus, Record
+from ..text import counted
 
 _MOST_THREADS, _MOST_REGISTERS = 1024, 255  # of a block, and of a thread, on every architecture
 
@@ -18,8 +19,15 @@ def launch_faults(record: Record) -> Iterator[str]:
     if gate is not None and gate.status is GateStatus.PASSED:
         for case in record.cases:
             for arm in case.arms:
-                if arm.role == "subject" and arm.status == "measured" and not arm.launches:
+                if arm.role != "subject" or arm.status != "measured":
+                    continue
+                if not arm.launches:
                     yield f"case {case.name}: gate launch passed, and no launch of {arm.name} is recorded"
+                calls = sum(launch.count for launch in arm.launches)
+                # Over ranks, kernels of NCCL have no identity.
+                if arm.identities and record.environment.ranks is None and len(arm.identities) != calls:
+                    known = counted(len(arm.identities), "launch")
+                    yield f"case {case.name}: {arm.name} makes {calls} launches, and has identities of {known}"
     gpu = record.environment.gpu
     memory = shared_memory_limit(gpu.arch) if gpu else None
     arms = [(case, arm) for case in record.cases for arm in case.arms]

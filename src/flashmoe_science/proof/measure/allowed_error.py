@@ -191,6 +191,9 @@ def _scales_of(
         if scale.largest.shape != right.shape:
             shape, expected = list(scale.largest.shape), list(right.shape)
             raise ProofError(f"error_scale of {operator.name} must have the output's shape {expected}, got {shape}")
+        if scale.rms is not None and scale.rms.shape != (*right.shape[:-1], 1):
+            shape, expected = list(scale.rms.shape), [*right.shape[:-1], 1]
+            raise ProofError(f"error_scale of {operator.name} must have one rms a row, {expected}, got {shape}")
         if not all(bool(torch.isfinite(part).all()) for part in (scale.largest, scale.rms) if part is not None):
             raise ProofError(f"error_scale of {operator.name} must be finite")
     for place, right in enumerate(exact):  # one after another: a gradient of all weights is large
