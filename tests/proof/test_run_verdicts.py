@@ -124,6 +124,9 @@ def test_what_contradicts_itself_is_no_verdict_and_cannot_be_compared(repository
         found = compare_records(*pair)
         assert found.effect is Effect.UNDECIDED
         assert f"run {forged.id} is invalid: check accuracy: " in found.reason
+    copied = compare_records(sound, sound.model_copy(update={"id": f"{sound.id}x"}))
+    assert copied.effect is Effect.UNDECIDED
+    assert "is invalid: check copied runs: " in copied.reason
 
 
 def test_a_run_on_one_of_several_gpus_is_judged_for_that_one_and_says_so(repository):

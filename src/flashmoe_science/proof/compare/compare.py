@@ -17,7 +17,7 @@ from pydantic import Field
 
 from ...errors import EvidenceError, TooFewRoundsError
 from ..judge.comparable import check_comparable, common_baseline
-from ..judge.consistency import check_alone, contradiction
+from ..judge.consistency import check_pair
 from ..judge.familywise import comparison_intervals, unpaired_intervals
 from ..judge.judge import check_control, paired_log_ratios, sanity_failure
 from ..judge.rows import kinds_measured
@@ -197,8 +197,7 @@ def compare_records(
             reason = f"run {run.id} failed gate {failed.name}: {failed.summary}"
             return comparison(effect=Effect.UNDECIDED, reason=reason, gate_failed=failed.name, notes=notes)
     others = {case.name: case for case in b.cases}
-    wrong_in = [contradiction(check_alone(run, counts_work=False)) for run in (a, b)]
-    rows, samples = [], []
+    rows, samples, wrong_in = [], [], check_pair(a, b)
     for kind in kinds:
         invalid = [
             (run.id, sanity_failure(run, kind, (run.subject.name, baseline)) or wrong)

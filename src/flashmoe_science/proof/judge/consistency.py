@@ -159,6 +159,15 @@ class Consistency:
             yield line.difference(record) if line else "the ledger of runs begun lacks its line: it was taken out"
 
 
+def check_pair(a: Record, b: Record) -> list[str]:
+    """Return what contradicts what in each of two records that are compared, samples of the other included."""
+    both = Consistency(None, {"a": a, "b": b})
+    return [
+        contradiction([*check_alone(run, counts_work=False), _run("copied runs", both._copied_runs, run)])  # noqa: SLF001 - its own
+        for run in (a, b)
+    ]
+
+
 def _may_share(one: _Column, other: _Column) -> bool:
     """Return whether one is of a run that goes on with the other's and did not take it itself, or of the same run."""
     a, b = one.record, other.record
