@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from flashmoe_science import InputError, fused_moe, route
+from flashmoe_science import InputError, UnsupportedError, fused_moe, route
 from flashmoe_science.distributed import ExpertParallel
 
 EXPERTS, TOP_K, HIDDEN, INTER = 8, 3, 16, 12
@@ -273,6 +273,7 @@ def errors(rank: int, ranks: int) -> dict[str, Any]:
             name: message(lambda given=given: ep.fused_moe(**(right | given if rank == 0 else right)))  # type: ignore[misc]
             for name, given in wrong.items()
         },
+        "forward-mode tangent": _tangent_on_rank_0(rank, ep, right),
         "list": message(lambda: ep.shard([1, 2])),  # type: ignore[arg-type]
         "copied": copy.deepcopy(ep) is ep,
         "made in inference mode": float(
@@ -296,3 +297,15 @@ def errors(rank: int, ranks: int) -> dict[str, Any]:
         "mesh": message(lambda: ExpertParallel(init_device_mesh("cpu", (ranks, 1)))),
         "after all": float(ep.fused_moe(x, up, down, weights, ids).sum() * 0),
     }
+
+
+def _tangent_on_rank_0(rank: int, ep: ExpertParallel, given: dict[str, Any]) -> str:
+    """A valid call that nobody serves, on one rank."""
+    with torch.autograd.forward_ad.dual_level():
+        x = given["x"]
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)) if rank == 0 else x
+        try:
+            ep.fused_moe(**{**given, "x": dual})
+        except UnsupportedError as error:
+            return str(error)
+    return "no error"

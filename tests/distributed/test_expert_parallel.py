@@ -70,6 +70,7 @@ def test_two_ranks_give_what_one_process_gives_and_errors_name_the_rank(tmp_path
     }
     for name, text in wrong.items():
         assert errors["wrong on rank 0"][name].startswith(f"rank 0: {text}"), name
+    assert errors["forward-mode tangent"].startswith("rank 0: x has a forward-mode tangent")
     assert "weights must be a tensor [E, ...], got [1, 2]" in errors["list"]
     assert errors["copied"]
     assert errors["made in inference mode"] == errors["one token of one rank"] == 0

@@ -165,3 +165,7 @@ def test_a_function_that_is_gone_is_named_by_its_file(package, tmp_path):
     recorded = record_of(tmp_path / "package", {"api.py": ["call"], "calls.py": ["run"]})
     package(calls="def walk():\n    return 1\n")
     assert changed_files(recorded) == ["calls.py"]
+
+
+def test_a_record_without_the_hash_of_imports_is_changed(package, recorded):
+    assert changed_files({entry: found for entry, found in recorded.items() if entry != IMPORTS}) == [IMPORTS]

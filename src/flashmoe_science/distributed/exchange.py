@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import InputError
+from ..errors import FlashmoeError, InputError, UnsupportedError
 from .faults import collective
 from .layout import Layout, Span
 
@@ -143,23 +143,25 @@ def compare(describe: Callable[[], str], *groups: Group) -> None:
 
     Raises:
         InputError: on all ranks, where it differs or raises any error on one.
+        UnsupportedError: on all ranks, where it raises one.
     """
     fault: Exception | None = None
     try:
         found = [("", describe())]
-    except InputError as error:
-        found = [(str(error), "")]
-    except Exception as error:  # noqa: BLE001 - raised below: the other ranks would wait for this one
+    except Exception as error:  # noqa: BLE001 - raised below, on all ranks: they would wait for this one
         fault = error
-        found = [(f"{type(error).__name__}: {error}", "")]
+        told = str(error) if isinstance(error, FlashmoeError) else f"{type(error).__name__}: {error}"
+        found = [(told, type(error).__name__)]
     for group in groups:
         of_ranks: list[list[tuple[str, str]]] = [[]] * group.size()
         with collective(group, "comparison of calls"):
             dist.all_gather_object(of_ranks, found, group=group)
         found = list(itertools.chain(*of_ranks))
-    for rank, (wrong, _) in enumerate(found):
+    for rank, (wrong, kind) in enumerate(found):
         if wrong:
-            raise InputError(f"rank {rank}: {wrong}") from fault
+            raise (UnsupportedError if kind == UnsupportedError.__name__ else InputError)(
+                f"rank {rank}: {wrong}"
+            ) from fault
     for rank, (_, other) in enumerate(found):
         if other != found[0][1]:
             raise InputError(

@@ -61,7 +61,7 @@ def changed_files(recorded: Mapping[str, str]) -> list[str]:
     for entry, found in recorded.items():
         place, inside, name = entry.partition(_INSIDE)
         parts.setdefault(place, {})[inside + name] = found
-    del parts[IMPORTS]
+    parts.pop(IMPORTS, None)
     has_functions = any(_INSIDE in entry for entry in recorded)
     files: dict[Path, _Names] = {}
     changed = []
@@ -73,7 +73,7 @@ def changed_files(recorded: Mapping[str, str]) -> list[str]:
             files[file] = names
         else:
             changed.append(place)
-    if not changed and recorded[IMPORTS] != _imports_among(files):
+    if not changed and recorded.get(IMPORTS) != _imports_among(files):
         return [IMPORTS]
     return sorted(changed)
 
