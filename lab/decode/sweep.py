@@ -2,7 +2,7 @@
 
     python lab/decode/sweep.py [part ...] [--seconds 75]
 
-Parts that are open, the default: large small short d64 d256 mla lengths tail. Answered in 1_h200.txt: latency tiles
+Parts that are open, the default: fp8 large small short d64 d256 mla lengths tail. Answered in 1_h200.txt: latency tiles
 splits pages unlike widths.
 
 Kernels are compiled first, on all cores. A time is the median of replays of a CUDA graph that cycles over sets of inputs
@@ -133,12 +133,13 @@ class Inputs:
         p = self.problem = problem
         torch.manual_seed(0)
         self.kv_bytes = p.kv_bytes if lengths is None else sum(lengths) * p.heads_kv * (p.head_dim + p.head_dim_v) * 2
+        kind = torch.float8_e4m3fn if p.is_fp8 else torch.bfloat16
         count = max(2, int(2.2 * l2_bytes / max(1, p.kv_bytes)) + 1)
         length = p.page_size or p.capacity
         self.sets, self.expected = [], None
         for _ in range(count):
             cache = [
-                torch.randn(p.pages, length, p.heads_kv, p.head_dim, device=DEVICE, dtype=torch.bfloat16)
+                torch.randn(p.pages, length, p.heads_kv, p.head_dim, device=DEVICE, dtype=torch.bfloat16).to(kind)
                 for _ in ("k" if p.shared_kv else "kv")
             ]
             cache = [cache[0], cache[0][..., : p.head_dim_v]] if p.shared_kv else cache
@@ -150,6 +151,9 @@ class Inputs:
             if p.has_seqlens:
                 full = lengths if lengths is not None else [p.capacity] * p.batch
                 tensors["cache_seqlens"] = torch.tensor(full, dtype=torch.int32, device=DEVICE)
+            for name in ("k_scale",) if p.shared_kv else ("k_scale", "v_scale"):
+                if p.k_by_token:
+                    tensors[name] = torch.rand(p.pages, length, p.heads_kv, device=DEVICE) + 0.5
             self.sets.append(tensors)
 
 
@@ -350,6 +354,35 @@ def part_lengths(gpu: GpuSpec):
             yield case, [*rows, (invariant, None, "invariant")], "fa3" if case[0] == 256 and page else "", None
 
 
+FP8_TILES = [
+    (128, 8, 3, 1), (128, 8, 3, 2), (128, 8, 2, 2), (256, 8, 2, 1), (256, 8, 3, 1), (128, 4, 3, 2), (128, 4, 3, 3),
+    (128, 4, 2, 4), (64, 4, 4, 3), (64, 4, 3, 5), (64, 4, 5, 2), (64, 4, 4, 4),
+]  # fmt: skip
+FP8_MLA_TILES = [(64, 8, 3, 1), (64, 8, 2, 2), (64, 4, 2, 2), (32, 4, 3, 3), (32, 8, 3, 2), (128, 8, 2, 1), (32, 4, 4, 2)]
+
+
+def part_fp8(gpu: GpuSpec):
+    """8-bit caches: half of the bytes for each wait, so more blocks an SM, or more keys a step."""
+    token = {"k_by_token": True, "v_by_token": True}
+    for case, page, more in (
+        (CASES[3], 0, {}),
+        ((32, 32, 8, 4096), 16, {}),
+        ((32, 32, 8, 4096), 16, token),
+        ((8, 64, 8, 16384), 64, {}),
+        ((128, 16, 2, 1536), 16, {}),
+        ((1, 32, 8, 32768), 0, {}),
+        ((64, 16, 1, 4096), 64, {"shared_kv": True, "k_by_token": True}),
+    ):
+        wide = {"head_dim": 576, "head_dim_v": 512} if more.get("shared_kv") else {}
+        if more:  # scales lie as the cache does, without its columns
+            length = page or case[3]
+            strides = (length * case[2], case[2], 1)
+            more = {**more, "k_scale_strides": strides, "v_scale_strides": () if wide else strides}
+        options = {"is_fp8": True, "page_size": page, "has_seqlens": page > 0, **wide, **more}
+        tiles = FP8_MLA_TILES if wide else FP8_TILES
+        yield case, [(problem_of(case, **options), tile, "") for tile in [None, *tiles]], "", None
+
+
 def part_tail(gpu: GpuSpec):
     """Unlike lengths: how many rounds of shares."""
     case, lengths = (64, 32, 8, 32768), draw_lengths()
@@ -398,6 +431,7 @@ def part_widths(gpu: GpuSpec):
 
 
 OPEN = {
+    "fp8": part_fp8,
     "large": part_large,
     "small": part_small,
     "short": part_short,
