@@ -21,6 +21,7 @@ from flashmoe_science.attention.decode.plan import (
     _FEW,
     _FEW_KEYS,
     _MORE_TO_READ,
+    _MORE_TO_READ_IN_FP8,
     _SHORT,
     DECODE_TABLES,
     DecodePlan,
@@ -58,12 +59,13 @@ class Row:
     way: str
     batch: int = 2
     keys: int = 4096
+    is_fp8: bool = False
 
     def __str__(self) -> str:
         config = self.config
         tile = f"{config.block_m}x{config.block_n}x{self.columns}"
         tile += f"-w{config.num_warps}s{config.num_stages}b{config.blocks_per_sm}"
-        return f"sm_{self.arch}-{8 * self.item_bytes}bit-{tile}-{self.way}"
+        return f"sm_{self.arch}-{'fp8' if self.is_fp8 else f'{8 * self.item_bytes}bit'}-{tile}-{self.way}"
 
     def plan(self) -> DecodePlan:
         dtype = "fp32" if self.item_bytes == 4 else "bf16"
@@ -72,7 +74,7 @@ class Row:
         problem = CacheProblem(
             batch=self.batch, heads=2 * rows, heads_kv=2, seqlen_q=2 if self.way == "features" else 1,
             capacity=self.keys, head_dim=576 if mla else self.columns, head_dim_v=self.columns, dtype=dtype,
-            shared_kv=mla, **WAYS[self.way],
+            shared_kv=mla, is_fp8=self.is_fp8, **WAYS[self.way],
         )  # fmt: skip
         plan = plan_with_kv_cache(problem, SPECS[GPUS[self.arch]], "decode_triton")
         assert plan.config == self.config
@@ -95,10 +97,12 @@ def rows() -> Iterator[Row]:
 def rows_for_more_to_read() -> Iterator[Row]:
     """Tiles of 16 rows, with batches that are large enough for each."""
     batches = {192 << 10: 8, 384 << 10: 64}
-    for archs, table in _MORE_TO_READ.items():
-        for arch, ((item_bytes, columns), steps) in itertools.product(archs, table.items()):
-            for (least, config), way in itertools.product(steps, ("plain", "page16", "wide")):
-                yield Row(arch, config, item_bytes, columns, way, batches[least])
+    for is_fp8, tables in ((False, _MORE_TO_READ), (True, _MORE_TO_READ_IN_FP8)):
+        for archs, table in tables.items():
+            for arch, ((item_bytes, columns), steps) in itertools.product(archs, table.items()):
+                for (least, config), way in itertools.product(steps, ("plain", "page16", "wide")):
+                    batch = batches[least] * (2 if is_fp8 else 1)
+                    yield Row(arch, config, item_bytes, columns, way, batch, is_fp8=is_fp8)
     for archs, few in _FEW.items():
         for arch, ((item_bytes, columns), config) in itertools.product(archs, few.items()):
             yield Row(arch, config, item_bytes, columns, "plain", 1, _FEW_KEYS)

@@ -126,7 +126,7 @@ def _of_heads(mask: Tensor | None, batch: int, heads: int) -> Callable[[int, sli
 def _chunk(heads_kv: int, seqlen_q: int, scores_of_row: int) -> tuple[int, int]:
     """Return how many K/V heads, and rows of the heads that share each, have their scores at once.
 
-    Short rows of many heads are one chunk: a GPU would do less than its host has to say.
+    Few chunks: with small ones a GPU would do less than its host has to say.
     """
     rows = max(1, min(seqlen_q, _CHUNK_SCORES // scores_of_row))
     return heads_at_once(heads_kv, scores_of_row * rows), rows
@@ -320,7 +320,7 @@ def attention_backward(
     if do.numel() == 0 or seqlen_k == 0:
         return grads
     group = heads // heads_kv
-    kv_heads, rows = _chunk(heads_kv, seqlen_q, 8 * group * seqlen_k)
+    kv_heads, rows = _chunk(heads_kv, seqlen_q, (2 if q.is_cuda and not dropout_p else 8) * group * seqlen_k)
     options: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap}
     options["scale"] = head_dim**-0.5 if softmax_scale is None else softmax_scale
     slopes = None if alibi is None else alibi.expand(batch, heads)
