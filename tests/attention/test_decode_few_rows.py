@@ -1,4 +1,4 @@
-"""The kernel of few rows for MLA on Hopper, run by torch: its indices, masks and walk, in fp64, beside eager torch.
+"""The kernels of few rows for MLA on Hopper, run by torch: their indices, masks and walk, in fp64, beside eager torch.
 
 Shared memory begins as NaN, and so do the partial outputs. A copy is made where it is asked for or, so late as it may,
 where its barrier is waited for; both have to give the same.
@@ -16,17 +16,18 @@ import torch
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from flashmoe_science.attention.decode import few_gluon_sm90, primitives_sm90
+from flashmoe_science.attention.decode import few_fp8_gluon_sm90, few_gluon_sm90, primitives_sm90
 from flashmoe_science.attention.decode.plan import plan_with_kv_cache
 from flashmoe_science.attention.decode.primitives_sm90 import COLUMNS, KEYS, MORE, STAGES
 from flashmoe_science.attention.decode.problem import CacheProblem
 from flashmoe_science.attention.decode.reference import attention_with_kv_cache
-from flashmoe_science.attention.kernel_arguments import KVSplits, LatentSizes, NewStrides
+from flashmoe_science.attention.kernel_arguments import KVSplits, LatentSizes, NewStrides, PageStrides
 from flashmoe_science.gpu.specs import SPECS
 
 from .cache_cases import CacheCase, make_tensors
 
 LENGTHS = (0, 1, 63, 64, 65, 200, 321)
+NAN_PAIR = 0x7F7F  # two numbers of e4m3
 
 
 class _Numbers(torch.Tensor):
@@ -132,9 +133,23 @@ class _Barrier:
         assert self.asked == self.phase, "a copy nobody waited for may arrive when the memory has another use"
 
 
-def _mma(a: _Shared, b: _Shared, acc: torch.Tensor, *, use_acc: bool = True, is_async: bool) -> torch.Tensor:
+def _mma(a: Any, b: _Shared, acc: torch.Tensor, *, use_acc: bool = True, is_async: bool) -> torch.Tensor:
     assert is_async
-    return _numbers(a.data @ b.data) + (acc if use_acc else 0)
+    return _numbers((a.data if isinstance(a, _Shared) else a) @ b.data) + (acc if use_acc else 0)
+
+
+def _shared(dtype: torch.dtype, shape: list[int], _: None) -> _Shared:
+    return _Shared(torch.full(shape, math.nan if dtype.is_floating_point else NAN_PAIR, dtype=dtype))
+
+
+def _even_and_odd(pairs: _Shared, _: None) -> tuple[_Numbers, _Numbers]:
+    low, high = ((pairs.data >> shift & 255).to(torch.uint8) for shift in (0, 8))
+    even, odd = (each.view(torch.float8_e4m3fn).double() for each in (low, high))
+    return _numbers(even), _numbers(odd)
+
+
+def _power_of_two(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x > 0, torch.exp2(torch.floor(torch.log2(x))), 1.0)
 
 
 def _gluon(pid: int) -> SimpleNamespace:
@@ -143,7 +158,8 @@ def _gluon(pid: int) -> SimpleNamespace:
 
     nothing = lambda *_: None  # noqa: E731 - a layout
     return SimpleNamespace(
-        float32=torch.float64, int32=torch.int32, int64=torch.int64, program_id=lambda _: _numbers(pid),
+        float16=torch.float64, float32=torch.float64, int32=torch.int32, int64=torch.int64,
+        program_id=lambda _: _numbers(pid),
         arange=lambda first, end, _: _numbers(torch.arange(first, end)), static_range=range,
         zeros=lambda shape, dtype, _: _numbers(torch.zeros(shape, dtype=dtype)), zeros_like=torch.zeros_like,
         full=lambda shape, value, dtype, _: _numbers(torch.full(shape, value, dtype=dtype)),
@@ -151,7 +167,8 @@ def _gluon(pid: int) -> SimpleNamespace:
         minimum=pair(torch.minimum), maximum=pair(torch.maximum), exp2=torch.exp2, log2=torch.log2,
         sum=lambda x, axis: x.sum(axis), max=lambda x, axis: x.amax(axis),
         associative_scan=lambda x, axis, _: x.cumsum(axis),
-        allocate_shared_memory=lambda dtype, shape, _: _Shared(torch.full(shape, math.nan, dtype=dtype)),
+        abs=torch.abs, split=lambda x: x.unbind(-1), join=lambda x, y: torch.stack([x, y], -1), permute=torch.permute,
+        reshape=torch.reshape, convert_layout=lambda x, _: x, allocate_shared_memory=_shared, DotOperandLayout=nothing,
         SliceLayout=nothing, BlockedLayout=nothing, NVMMADistributedLayout=nothing,
         NVMMASharedLayout=SimpleNamespace(get_default_for=nothing),
     )  # fmt: skip
@@ -168,7 +185,7 @@ def _in_torch(module: Any, names: dict[str, Any]) -> dict[str, Any]:
     return known
 
 
-def _kernel(pid: int, *, late: bool) -> tuple[Any, list[_Barrier]]:
+def _kernel(pid: int, module: Any, name: str, *, late: bool) -> tuple[Any, list[_Barrier]]:
     """Return the kernel of one program, and its barriers."""
     bars = [_Barrier(late=late) for _ in range(STAGES.value + 1)]
     skip = lambda *_: None  # noqa: E731 - a fence, or a barrier of all threads
@@ -184,11 +201,12 @@ def _kernel(pid: int, *, late: bool) -> tuple[Any, list[_Barrier]]:
             expect=lambda bar, count: bar.expect(count), wait=lambda bar, parity: bar.wait(parity)
         ),
         "tma_load": lambda desc, coordinates, bar, place: bar.copy(desc, coordinates, place),
-        "warpgroup_mma": _mma, "warpgroup_mma_wait": lambda _, deps: deps[0],
+        "warpgroup_mma": _mma, "warpgroup_mma_wait": lambda _, deps: deps if len(deps) > 1 else deps[0],
+        "_even_and_odd": _even_and_odd, "_power_of_two": _power_of_two,
     }  # fmt: skip
     primitives = _in_torch(primitives_sm90, {"gl": gluon})
-    found = _in_torch(few_gluon_sm90, {**names, "find_share": primitives["find_share"]})
-    return found["_few_rows_sm90_kernel"], bars
+    found = _in_torch(module, {**names, "find_share": primitives["find_share"]})
+    return found[name], bars
 
 
 def _attend(
@@ -196,10 +214,11 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return o and LSE, with partial outputs merged."""
     p, plan = problem, plan_with_kv_cache(problem, SPECS["H200"], "decode_gluon_sm90")
-    assert plan.launches[0].pattern == "_few_rows_sm90_kernel"
+    module = few_fp8_gluon_sm90 if p.is_fp8 else few_gluon_sm90
+    name = "_few_rows_fp8_sm90_kernel" if p.is_fp8 else "_few_rows_sm90_kernel"
+    assert plan.launches[0].pattern == name
     shares = plan.shares
     assert shares is not None
-    tokens = 16 // p.heads
     q, cache = tensors["q"].transpose(1, 2).contiguous(), tensors["k_cache"][:, :, 0]
     o = torch.full((p.batch, p.heads, p.seqlen_q, COLUMNS.value), math.nan, dtype=q.dtype)
     lse = torch.full((p.batch, p.heads, p.seqlen_q), math.nan, dtype=q.dtype)
@@ -209,17 +228,33 @@ def _attend(
     splits = KVSplits(shares.splits, shares.least_tiles, shares.uniform)
     balanced = shares.schedule == "balanced"
     table, lengths = tensors.get("page_table"), tensors.get("cache_seqlens")
-    for pid in range(plan.launches[0].grid[0]):
-        kernel, bars = _kernel(pid, late=late)
-        kernel(
-            _Descriptor(q, (1, tokens, p.heads, COLUMNS.value)), _Descriptor(cache, (1, KEYS.value, COLUMNS.value)),
-            None if table is None else _Pointer(table.flatten()), None if lengths is None else _Pointer(lengths),
-            _Pointer(o.view(-1)), _Pointer(lse.view(-1)), _Pointer(o_part.view(-1)), _Pointer(sums_part.view(-1)),
-            _Descriptor(q, (1, tokens, p.heads, MORE.value)), _Descriptor(cache, (1, KEYS.value, MORE.value)),
-            p.table_stride, NewStrides(*o.stride()[:3]), LatentSizes(p.batch, p.seqlen_q, 0, p.capacity), splits,
-            p.scale * math.log2(math.e), p.heads, p.page_size, p.window[1] == 0, balanced,
-            1 << (p.batch - 1).bit_length() if balanced else 1, True,
+    items = 2 if p.is_fp8 else 1
+    cache = cache.contiguous().view(torch.int16) if p.is_fp8 else cache
+    keys, more_keys = (_Descriptor(cache, (1, KEYS.value, each.value // items)) for each in (COLUMNS, MORE))
+    places = (None if table is None else _Pointer(table.flatten()), None if lengths is None else _Pointer(lengths))
+    outputs = (_Pointer(each.view(-1)) for each in (o, lse, o_part, sums_part))
+    ends = (LatentSizes(p.batch, p.seqlen_q, 0, p.capacity), splits, p.scale * math.log2(math.e))
+    block_b = 1 << (p.batch - 1).bit_length() if balanced else 1
+    options = (p.heads, p.page_size, p.window[1] == 0, balanced, block_b, True)
+    arguments: tuple[Any, ...]
+    if p.is_fp8:
+        scale, scale_strides = tensors.get("k_scale"), PageStrides(*p.k_scale_strides or (0,) * 3)
+        q_strides = NewStrides(*(q.stride(axis) for axis in (0, 2, 1)))
+        arguments = (
+            _Pointer(q.view(-1)), keys, *places, None if scale is None else _Pointer(scale.flatten()), *outputs,
+            more_keys, p.table_stride, q_strides, NewStrides(*o.stride()[:3]), scale_strides, *ends, *options,
+            p.k_by_token,
         )  # fmt: skip
+    else:
+        queries = (1, 16 // p.heads, p.heads)
+        q_desc, q_more_desc = (_Descriptor(q, (*queries, each.value)) for each in (COLUMNS, MORE))
+        arguments = (
+            q_desc, keys, *places, *outputs, q_more_desc, more_keys, p.table_stride, NewStrides(*o.stride()[:3]), *ends,
+            *options,
+        )  # fmt: skip
+    for pid in range(plan.launches[0].grid[0]):
+        kernel, bars = _kernel(pid, module, name, late=late)
+        kernel(*arguments)
         for bar in bars:
             bar.finish()
     for b in range(p.batch):
@@ -277,6 +312,42 @@ def test_it_attends_as_eager_torch(heads, seqlen_q, options, late):
         problem = CacheProblem(
             len(lengths), heads, 1, seqlen_q, capacity, 576, 512, "bf16", page_size=page_size, shared_kv=True,
             has_seqlens=not full, pages=tensors["k_cache"].shape[0], return_lse=True, **options,
+        )  # fmt: skip
+        expected, expected_lse = attention_with_kv_cache(problem, tensors, dtype=torch.float64)
+        o, lse = _attend(problem, tensors, late=late)
+        torch.testing.assert_close(o, expected, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(lse, expected_lse, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+@pytest.mark.parametrize("scale", ["none", "all", "head", "token"])
+@pytest.mark.parametrize(
+    ("heads", "seqlen_q", "options"),
+    [(16, 1, {}), (8, 2, {"causal": True}), (4, 4, {"num_splits": 2}), (1, 16, {"causal": True})],
+    ids=str,
+)
+def test_it_attends_to_a_cache_of_8_bits(heads, seqlen_q, options, scale, late):
+    for page_size, full in ((0, False), (0, True), (64, False)):
+        lengths = (321, 321) if full else LENGTHS
+        case = CacheCase(
+            "few", lengths, 321, heads, 1, seqlen_q, 576, 512, dtype="fp32", page_size=page_size, full=full,
+            shared=True, fp8=scale,
+        )  # fmt: skip
+        tensors = make_tensors(case)
+        tensors["q"] = tensors["q"].double()
+        scales = tensors.get("k_scale")
+        if scales is not None and scale == "token":  # of values that are 0, of tiny ones, and of large ones
+            scales[:, ::3] *= 2.0**-130
+            scales[:, 1::7] = 0
+            scales[:, 5::11] *= 2.0**9
+        capacity = tensors["page_table"].shape[1] * page_size if page_size else 321
+        strides: tuple[int, ...] = ()
+        if scales is not None:
+            strides = scales.stride() if scale == "token" else (0, 0, 0)
+        problem = CacheProblem(
+            len(lengths), heads, 1, seqlen_q, capacity, 576, 512, "bf16", page_size=page_size, shared_kv=True,
+            has_seqlens=not full, pages=tensors["k_cache"].shape[0], return_lse=True, is_fp8=True,
+            k_by_token=scale == "token", k_scale_strides=strides, **options,
         )  # fmt: skip
         expected, expected_lse = attention_with_kv_cache(problem, tensors, dtype=torch.float64)
         o, lse = _attend(problem, tensors, late=late)

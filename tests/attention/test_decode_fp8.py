@@ -144,9 +144,15 @@ def test_plans():
     with pytest.raises(UnsupportedError, match="fp8 caches need sm_89 or newer, got sm_80"):
         plan_with_kv_cache(problem, SPECS["A100"])
     mla = CacheProblem(64, 16, 1, 1, 8192, 576, 512, "bf16", page_size=64, shared_kv=True, is_fp8=True)
-    plan = plan_with_kv_cache(mla, SPECS["H200"])
-    assert plan.kernel == "decode_triton"
-    assert "fp8 caches" in plan.reason
+    assert plan_with_kv_cache(mla, SPECS["H200"]).launches[0].pattern == "_few_rows_fp8_sm90_kernel"
+    for change, reason in (
+        ({"page_size": 16}, "pages of 16"),
+        ({"heads": 32}, "no fp8 caches with more than 16 rows"),
+        ({"k_strides": (64 * 584, 584, 584, 1)}, "multiples of 16 bytes"),
+    ):
+        plan = plan_with_kv_cache(dataclasses.replace(mla, **change), SPECS["H200"])
+        assert plan.kernel == "decode_triton"
+        assert reason in plan.reason
     assert mla.kv_bytes == dataclasses.replace(mla, is_fp8=False).kv_bytes / 2
 
 
@@ -168,10 +174,11 @@ def test_kernels_compile(gpu, arch, by_token):
         ),
         CacheProblem(64, 16, 1, 1, 8192, 576, 512, "bf16", page_size=64, shared_kv=True, is_fp8=True, **scales),
     ]  # fmt: skip
-    for problem in problems[: 2 if arch == 90 else 1]:
-        for kernel in prepare_cache_kernels(plan_with_kv_cache(problem, SPECS[gpu])):
+    by = [(problems[0], "auto"), *((problems[1], kernel) for kernel in ("auto", "decode_triton") if arch == 90)]
+    for problem, name in by:
+        for kernel in prepare_cache_kernels(plan_with_kv_cache(problem, SPECS[gpu], name)):
             found = read_resources(kernel.source, arch)
-            most = 16 if problem.shared_kv and by_token else 0  # what the oldest Triton spills
+            most = 16 if kernel.source.name == "_decode_kernel" and problem.shared_kv and by_token else 0
             assert found.spill_bytes <= most, (kernel.source.name, problem.describe(), found.registers)
             assert found.shared_memory_bytes <= SPECS[gpu].shared_memory_per_block_bytes
 

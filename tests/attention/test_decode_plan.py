@@ -247,7 +247,8 @@ def test_few_shares_of_mla_are_merged_in_one_wave(case):
     """Also with fp8, by ``decode_triton``. The cases of ``lab/decode/11_mla_few_heads_h200.txt``."""
     batch, heads, keys = case
     problem = make(batch, heads, 1, 1, keys, **MLA)
-    for plan in (plan_with_kv_cache(change, H200) for change in (problem, dataclasses.replace(problem, is_fp8=True))):
+    in_fp8 = dataclasses.replace(problem, is_fp8=True)
+    for plan in (plan_with_kv_cache(problem, H200), plan_with_kv_cache(in_fp8, H200, "decode_triton")):
         merge = plan.merge
         assert merge == MERGES[case]
         assert plan.launches[-1].grid == (512 // merge.columns * heads // merge.rows, 1, batch)

@@ -19,6 +19,7 @@ from flashmoe_science.attention.decode.prepare import pointer_names, prepare_cac
 from flashmoe_science.attention.decode.problem import CacheProblem
 from flashmoe_science.gpu.compile import compile_kernel, read_resources
 from flashmoe_science.gpu.launch import count_parameters
+from flashmoe_science.gpu.occupancy import occupancy
 from flashmoe_science.gpu.specs import SPECS
 
 from ..exhaustive import all_but_some_with
@@ -135,7 +136,14 @@ COMPILED = [
     for (heads, seqlen_q), page_size, (return_lse, batch, dtype) in itertools.product(
         ((8, 1), (16, 3), (128, 1), (192, 2)), (0, 64), ((True, 16, "bf16"), (False, 1, "fp16"))
     )
-] + [change(heads=16, num_splits=1)]  # fmt: skip
+] + [
+    change(heads=16, num_splits=1),
+    *(
+        change(heads=heads, seqlen_q=rows, causal=True, page_size=page_size, dtype=dtype, return_lse=by_token,
+               is_fp8=True, k_by_token=by_token, k_scale_strides=(64, 1, 1) if by_token else (0, 0, 1))
+        for (heads, rows), page_size, dtype, by_token in (((16, 1), 64, "bf16", True), ((4, 4), 0, "fp16", False))
+    ),
+]  # fmt: skip
 
 
 def properties(problem: CacheProblem) -> Iterator[Hashable]:
@@ -144,6 +152,7 @@ def properties(problem: CacheProblem) -> Iterator[Hashable]:
     yield "pages", problem.page_size
     yield "lse", problem.return_lse
     yield "one share", problem.num_splits == 1
+    yield "fp8", problem.is_fp8, problem.k_by_token
 
 
 @pytest.mark.triton
@@ -153,10 +162,17 @@ def test_it_compiles(problem):
     plan = plan_with_kv_cache(problem, H200, "decode_gluon_sm90")
     decode = prepare_cache_kernels(plan)[0]
     few = problem.packed_rows <= 16
-    assert decode.source.name == ("_few_rows_sm90_kernel" if few else "_decode_sm90_kernel")
+    few_kernel = "_few_rows_fp8_sm90_kernel" if problem.is_fp8 else "_few_rows_sm90_kernel"
+    assert decode.source.name == (few_kernel if few else "_decode_sm90_kernel")
     found = read_resources(decode.source, 90)
     assert found.spill_bytes == 0
     assert found.shared_memory_bytes <= H200.shared_memory_per_block_bytes
+    resident = occupancy(
+        H200, threads=plan.launches[0].block[0], registers=found.registers,
+        shared_memory_bytes=found.shared_memory_bytes,
+    )  # fmt: skip
+    assert plan.config is not None
+    assert resident.blocks >= plan.config.blocks_per_sm
     # 36 for scores of 576 columns; 4 for each half of the output, or for each 64 columns of it.
     assert sum(count for name, count in found.instructions.items() if "GMMA" in name) == (68 if few else 44)
     count_parameters(decode.source, compile_kernel(decode.source, 90).asm["ptx"])

@@ -86,6 +86,58 @@ def test_prompts_over_a_cache():
     run(mla((300, 1000), 2000, heads=128, seqlen_q=77, page_size=64, options={"causal": True}))
 
 
+SCALES = ["none", "all", "head", "token"]
+
+
+@pytest.mark.parametrize("fp8", SCALES)
+@pytest.mark.parametrize("page_size", [0, 64, 128])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_caches_of_8_bits(dtype, page_size, fp8):
+    """Up to 16 rows of one and of several queries; what is behind a length is NaN."""
+    for heads, seqlen_q, causal in ((16, 1, False), (1, 1, True), (8, 2, True), (4, 3, False), (1, 16, True)):
+        case = mla(
+            heads=heads, seqlen_q=seqlen_q, dtype=dtype, page_size=page_size, fp8=fp8, options={"causal": causal}
+        )
+        assert explained(case).launches[0].pattern == "_few_rows_fp8_sm90_kernel"
+        run(case)
+
+
+def explained(case: CacheCase) -> Any:
+    tensors = make_tensors(case, "cuda")
+    return explain_with_kv_cache(**tensors, **case.options, kernel=KERNEL)
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_splits": 1}, {"num_splits": 7}, {"num_splits": 64}, {"batch_invariant": True}, {}], ids=str
+)
+def test_every_way_to_cut_keys_of_8_bits(options):
+    for lengths, page_size in itertools.product((LENGTHS, (2990, 2999, 3000), (1500,)), (0, 64)):
+        run(mla(lengths, page_size=page_size, fp8="token", options=options))
+    run(mla((100_000, *range(1, 32)), 100_032, page_size=64, fp8="token", options=options))
+    run(mla((3000,) * 3, 3000, fp8="head", full=True, options=options))
+
+
+def test_scales_that_differ_by_far():
+    """A tensor's largest values decide the result though other tokens have a thousand times larger scales."""
+    case = mla((3000, 2000), 3000, fp8="token")
+    tensors = make_tensors(case, "cuda")
+    tensors["k_scale"][:, ::3] *= 2.0**-20
+    tensors["k_scale"][:, 1::7] = 0
+    tensors["k_scale"][:, 5::11] *= 2.0**5
+    tensors["q"] *= 0.01
+    poison_allocator(1 << 22)
+    assert_cache_right(case, tensors, kernel=KERNEL)
+
+
+def test_the_same_bits_of_8_bits_a_thousand_times():
+    tensors = make_tensors(mla((3000, 2000, 64, 700), 3000, page_size=64, fp8="token"), "cuda")
+    first, first_lse = call(tensors, kernel=KERNEL)
+    for _ in range(1000):
+        found, lse = call(tensors, kernel=KERNEL)
+        assert torch.equal(found, first)
+        assert torch.equal(lse, first_lse)
+
+
 @pytest.mark.parametrize("heads", [16, 128])
 def test_large_scores(heads):
     """The maximum rises along the keys, and the output so far is scaled down."""

@@ -186,10 +186,12 @@ def test_each_kernel_can_be_forced_and_promises_its_instruction():
     assert "pages of 16" in (OPERATOR.refusal("decode_gluon_sm90", problem, "H200") or "")
     problem = OPERATOR.parse_case({**TABLE, "dtype": "bf16", "heads": 64, **MLA})
     few = OPERATOR.parse_case({**TABLE, "dtype": "bf16", "heads": 16, **MLA})
+    few_fp8 = OPERATOR.parse_case({**TABLE, "dtype": "bf16", "heads": 16, "fp8": "token", **MLA})
     for subject, case, kernel, instruction in (
         ("flash_attention_with_kv_cache", problem, "_decode_sm90_kernel", "*GMMA*"),
         ("decode_gluon_sm90", problem, "_decode_sm90_kernel", "*GMMA*"),
         ("decode_gluon_sm90", few, "_few_rows_sm90_kernel", "*GMMA*"),
+        ("decode_gluon_sm90", few_fp8, "_few_rows_fp8_sm90_kernel", "*GMMA*"),
         ("decode_triton", problem, "_decode_kernel", "*MMA*"),
     ):
         job = OPERATOR.compile_jobs(subject, [case], ["H200"])[0]

@@ -223,7 +223,7 @@ class DecodeOperator(KernelOperator):
 
     def instruction(self, plan: DecodePlan, kernel: str) -> str:
         """Return the machine instruction that a kernel of 16-bit operands promises, as a pattern, or an empty text."""
-        if kernel in ("_decode_sm90_kernel", "_few_rows_sm90_kernel"):
+        if kernel in ("_decode_sm90_kernel", "_few_rows_sm90_kernel", "_few_rows_fp8_sm90_kernel"):
             return "*GMMA*"
         return "*MMA*" if plan.problem.item_bytes == 2 and kernel == "_decode_kernel" else ""
 

@@ -399,7 +399,8 @@ def _decode_plan(
     grid = (tiles_m * problem.heads_kv * shares.programs, 1, 1)
     main = "_decode_kernel"
     if kernel == HOPPER_DECODE_KERNEL:
-        main = "_few_rows_sm90_kernel" if config.block_m <= FEW_ROWS else "_decode_sm90_kernel"
+        few = "_few_rows_fp8_sm90_kernel" if problem.is_fp8 else "_few_rows_sm90_kernel"
+        main = few if config.block_m <= FEW_ROWS else "_decode_sm90_kernel"
     launches.append(PlannedLaunch(main, grid, (32 * config.num_warps, 1, 1)))
     merge = None
     if shares.most > 1:

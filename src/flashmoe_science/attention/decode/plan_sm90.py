@@ -12,12 +12,15 @@ FEW_ROWS = 16  # up to which products are transposed: 64 rows of the matrix unit
 # For few rows one warpgroup, which copies for itself; else two, and four more warps of which one copies.
 HOPPER_FEW_ROWS = DecodeConfig(FEW_ROWS, 64, 4, 2, 1)
 HOPPER_DECODE = DecodeConfig(64, 64, 12, 2, 1)
+HOPPER_FEW_ROWS_FP8 = DecodeConfig(FEW_ROWS, 64, 4, 2, 2)  # its tiles have half of the bytes
 _COLUMNS, _MORE = 512, 64  # columns that keys share with values, and further columns of the keys
 _MOST = 2**29  # rows, keys
 
 
 def hopper_decode_config(problem: CacheProblem) -> DecodeConfig:
     """Return the tile of ``decode_gluon_sm90``; rows alone decide, so that no bits depend on the batch."""
+    if problem.is_fp8:
+        return HOPPER_FEW_ROWS_FP8
     return HOPPER_FEW_ROWS if problem.packed_rows <= FEW_ROWS else HOPPER_DECODE
 
 
@@ -34,7 +37,7 @@ def hopper_decode_refusal(problem: CacheProblem, gpu: GpuSpec) -> str | None:
         heads = f"{p.heads_kv} and {p.heads}"
         return f"it needs one K/V head and heads that divide {rows} or are a multiple of it, got {heads}"
     asked = {
-        "fp8 caches": p.is_fp8,
+        f"fp8 caches with more than {FEW_ROWS} rows": p.is_fp8 and p.packed_rows > FEW_ROWS,
         "left padding": p.has_leftpad,
         "batch index": p.has_batch_idx,
         "sliding window": p.window[0] >= 0 or p.window[1] > 0,
@@ -65,7 +68,7 @@ def _layout_refusal(p: CacheProblem) -> str | None:
     stepped = [stride for stride, size in sizes if size > 1]
     if 0 in stepped:
         return "q or the cache is expanded: TMA does not step by 0"
-    if p.pointer_alignment < 16 or any(stride % 8 for stride in stepped):
+    if p.pointer_alignment < 16 or any(stride % (16 if p.is_fp8 else 8) for stride in stepped):
         return "it copies rows that start at multiples of 16 bytes"
     if not all(0 < stride < 2**39 for stride in stepped):
         return "rows of q or of the cache are too far apart"

@@ -20,6 +20,7 @@ from ..problem import LOG2_E, Strides
 from ..tiles import block_dim
 from .append_triton import _append_kernel
 from .config import DecodeConfig
+from .few_fp8_gluon_sm90 import _few_rows_fp8_sm90_kernel
 from .few_gluon_sm90 import _few_rows_sm90_kernel
 from .gluon_sm90 import _decode_sm90_kernel
 from .plan import APPEND_TOKENS, APPEND_WARPS, MERGE_WARPS, DecodePlan, KVSplits, MergeConfig
@@ -36,6 +37,7 @@ def prepare_cache_kernels(plan: DecodePlan) -> tuple[PreparedKernel, ...]:
         "_decode_kernel": _decode,
         "_decode_sm90_kernel": _decode_hopper,
         "_few_rows_sm90_kernel": _decode_hopper,
+        "_few_rows_fp8_sm90_kernel": _decode_hopper,
         "_merge_splits_kernel": _merge,
     }
     return tuple(makers[launch.pattern](plan, launch.grid) for launch in plan.launches)
@@ -263,24 +265,21 @@ def _decode(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
 
 
 def _decode_hopper(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKernel:
-    p, config, shares, kind = plan.problem, plan.config, plan.shares, plan.problem.dtype
+    p, config, shares = plan.problem, plan.config, plan.shares
     assert isinstance(config, DecodeConfig)
     assert isinstance(shares, KVSplits)
-    rows = config.block_m
-    heads = min(p.heads, rows)  # of a tile
-    queries, keys = (1, rows // heads, heads), (1, KEYS.value)
-    q_shape, k_shape = (p.batch, p.seqlen_q, p.heads, p.head_dim), (p.pages, p.page_size or p.capacity, p.head_dim)
-    q_strides = p.q_strides[0], p.q_strides[2], p.q_strides[1], 1
-    k_strides = *p.k_strides[:2], 1
+    rows, items = config.block_m, 2 if p.is_fp8 else 1
+    kind = "fp16" if p.is_fp8 else p.dtype  # of a pair of 8-bit numbers: TMA copies its bits
+    keys, k_shape = (1, KEYS.value), (p.pages, p.page_size or p.capacity, p.head_dim // items)
+    k_strides = *_units(p.k_strides[:2], items), 1
     places, schedule = _places(p), _schedule(p, shares)
+    columns, more = COLUMNS.value // items, MORE.value // items
     arguments: dict[str, Argument] = {
-        "q_desc": Descriptor(kind, (*queries, COLUMNS.value), q_shape, q_strides, "q"),
-        "k_desc": Descriptor(kind, (*keys, COLUMNS.value), k_shape, k_strides, "k"),
+        "k_desc": Descriptor(kind, (*keys, columns), k_shape, k_strides, "k"),
         "page_table_ptr": places["cache.page_table_ptr"],
         "seqlens_ptr": places["cache.seqlens_ptr"],
         **_outputs(p, split=shares.most > 1),
-        "q_more_desc": Descriptor(kind, (*queries, MORE.value), q_shape, q_strides, "q", same_as="q_desc"),
-        "k_more_desc": Descriptor(kind, (*keys, MORE.value), k_shape, k_strides, "k", same_as="k_desc"),
+        "k_more_desc": Descriptor(kind, (*keys, more), k_shape, k_strides, "k", same_as="k_desc"),
         "stride_tb": Scalar("i64", p.table_stride),
         **scalars("i64", "o_strides", **dict(zip("bhm", p.output_strides[:3], strict=True))),
         **{name: value for name, value in schedule.items() if name != "sizes.heads_kv"},
@@ -294,7 +293,23 @@ def _decode_hopper(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKern
         "BLOCK_B": _block_b(p, shares),
         "STORE_LSE": p.return_lse,
     }
-    function = _few_rows_sm90_kernel
+    if p.is_fp8:
+        function = _few_rows_fp8_sm90_kernel
+        arguments |= {
+            "q_ptr": Pointer(p.dtype, "q"),
+            **scalars("i64", "q_strides", **dict(zip("bhm", p.q_strides[:3], strict=True))),
+            **{name: value for name, value in _scales(p).items() if name.startswith("k_")},
+        }
+        constants["BY_TOKEN"] = p.k_by_token
+    else:
+        function = _few_rows_sm90_kernel
+        heads = min(p.heads, rows)  # of a tile
+        queries, q_shape = (1, rows // heads, heads), (p.batch, p.seqlen_q, p.heads, p.head_dim)
+        q_strides = p.q_strides[0], p.q_strides[2], p.q_strides[1], 1
+        arguments |= {
+            "q_desc": Descriptor(kind, (*queries, columns), q_shape, q_strides, "q"),
+            "q_more_desc": Descriptor(kind, (*queries, more), q_shape, q_strides, "q", same_as="q_desc"),
+        }
     if rows > FEW_ROWS:
         function = _decode_sm90_kernel
         constants |= {"TILES_M": -(-p.packed_rows // rows), "REGISTERS": HOPPER_REGISTERS[2]}
