@@ -225,8 +225,7 @@ def _attend(
     rows = p.heads * p.seqlen_q
     o_part = torch.full((shares.programs, rows, COLUMNS.value), math.nan, dtype=q.dtype)
     sums_part = torch.full((shares.programs, rows, 2), math.nan, dtype=q.dtype)
-    splits = KVSplits(shares.splits, shares.least_tiles, shares.uniform)
-    balanced = shares.schedule == "balanced"
+    splits, balanced = KVSplits(shares.splits, shares.least_tiles, shares.uniform), shares.schedule == "balanced"
     table, lengths = tensors.get("page_table"), tensors.get("cache_seqlens")
     items = 2 if p.is_fp8 else 1
     cache = cache.contiguous().view(torch.int16) if p.is_fp8 else cache

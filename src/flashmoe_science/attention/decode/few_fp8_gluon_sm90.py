@@ -25,8 +25,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...gpu.gluon_sm90 import make_barriers, make_tiles, wait_for_kernel_before
 from ...gpu.gluon_versions import barrier, tma_load
 from ..kernel_arguments import KVSplits, LatentSizes, NewStrides, PageStrides
-from .few_gluon_sm90 import ROWS, _mask, _place
-from .primitives_sm90 import COLUMNS, KEYS, MORE, STAGES, find_share, launch_dependents, uniform, zero_rows
+from .primitives_sm90 import (
+    COLUMNS,
+    KEYS,
+    MORE,
+    ROWS,
+    STAGES,
+    find_share,
+    hide_keys,
+    launch_dependents,
+    place_of_tile,
+    uniform,
+    zero_rows,
+)
 
 _PAIRS = gl.constexpr(COLUMNS.value // 2)
 _MORE_PAIRS = gl.constexpr(MORE.value // 2)
@@ -73,19 +84,34 @@ def _load_queries(q_ptr, b, seqlen_q, q_strides, FIRST: gl.constexpr, COUNT: gl.
 
 
 @gluon.jit
-def _store_queries(q, power, even_buf, odd_buf, PAIRS: gl.constexpr):
-    """Put the even and the odd columns of queries, divided by ``power``, in shared memory."""
-    even, odd = gl.split(gl.reshape((q / power[:, None]).to(gl.float16), [ROWS, PAIRS, 2]))
-    even_buf.store(even)
-    odd_buf.store(odd)
-
-
-@gluon.jit
 def _power_of_two(largest):
     """Return the largest power of two that is not above ``largest``; 1 for 0, and where there is none."""
     bits = largest.to(gl.int32, bitcast=True) & 0x7F800000
     bits = gl.where((bits >= 1 << 23) & (bits < 0x7F800000), bits, 127 << 23)
     return bits.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _store_queries(q, power, PAIRS: gl.constexpr):
+    """Put the even and the odd columns of queries, divided by ``power``, in shared memory."""
+    even, odd = gl.split(gl.reshape((q / power[:, None]).to(gl.float16), [ROWS, PAIRS, 2]))
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, PAIRS], gl.float16)
+    even_buf = gl.allocate_shared_memory(gl.float16, [ROWS, PAIRS], layout)
+    odd_buf = gl.allocate_shared_memory(gl.float16, [ROWS, PAIRS], layout)
+    even_buf.store(even)
+    odd_buf.store(odd)
+    return even_buf, odd_buf
+
+
+@gluon.jit
+def _prepare_queries(q_ptr, b, seqlen_q, q_strides, HEADS: gl.constexpr):
+    """Return queries in shared memory, even and odd columns of the first and of the rest, and what divides each row."""
+    q, largest = _load_queries(q_ptr, b, seqlen_q, q_strides, 0, COLUMNS, HEADS)
+    q_more, more_largest = _load_queries(q_ptr, b, seqlen_q, q_strides, COLUMNS, MORE, HEADS)
+    power = _power_of_two(gl.maximum(largest, more_largest))
+    even, odd = _store_queries(q, power, _PAIRS)
+    more_even, more_odd = _store_queries(q_more, power, _MORE_PAIRS)
+    return even, odd, more_even, more_odd, power
 
 
 @gluon.jit
@@ -188,12 +214,6 @@ def _few_rows_fp8_sm90_kernel(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     of_rows: gl.constexpr = gl.SliceLayout(0, layout)
     of_keys: gl.constexpr = gl.SliceLayout(1, layout)
-    queries: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, _PAIRS], gl.float16)
-    more_queries: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, _MORE_PAIRS], gl.float16)
-    q_even = gl.allocate_shared_memory(gl.float16, [ROWS, _PAIRS], queries)
-    q_odd = gl.allocate_shared_memory(gl.float16, [ROWS, _PAIRS], queries)
-    more_even = gl.allocate_shared_memory(gl.float16, [ROWS, _MORE_PAIRS], more_queries)
-    more_odd = gl.allocate_shared_memory(gl.float16, [ROWS, _MORE_PAIRS], more_queries)
     k_bufs, k_more_bufs = make_tiles(k_desc, STAGES), make_tiles(k_more_desc, STAGES)
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS], gl.float16)
     p_buf = gl.allocate_shared_memory(gl.float16, [KEYS, ROWS], p_layout)
@@ -203,18 +223,14 @@ def _few_rows_fp8_sm90_kernel(
     table_ptr = o_ptr if page_table_ptr is None else page_table_ptr + b.to(gl.int64) * stride_tb
     page, inside = b, begin
     if steps > 0:
-        page, inside = _place(table_ptr, b, begin, PAGE_SIZE)
+        page, inside = place_of_tile(table_ptr, b, begin, PAGE_SIZE)
         _copy_tile(k_desc, k_more_desc, k_bufs, k_more_bufs, bars, 0, page, inside)
     scales = _load_scales(k_scale_ptr, page, inside, begin, end, k_scale_strides, of_keys, BY_TOKEN)
     if steps > 1:
-        page, inside = _place(table_ptr, b, begin + KEYS, PAGE_SIZE)
+        page, inside = place_of_tile(table_ptr, b, begin + KEYS, PAGE_SIZE)
         _copy_tile(k_desc, k_more_desc, k_bufs, k_more_bufs, bars, 1, page, inside)
 
-    q, largest = _load_queries(q_ptr, b, sizes.seqlen_q, q_strides, 0, COLUMNS, HEADS)
-    q_more, more_largest = _load_queries(q_ptr, b, sizes.seqlen_q, q_strides, COLUMNS, MORE, HEADS)
-    power = _power_of_two(gl.maximum(largest, more_largest))
-    _store_queries(q, power, q_even, q_odd, _PAIRS)
-    _store_queries(q_more, power, more_even, more_odd, _MORE_PAIRS)
+    q_even, q_odd, more_even, more_odd, power = _prepare_queries(q_ptr, b, sizes.seqlen_q, q_strides, HEADS)
     factor = gl.convert_layout(power, of_rows) * scale_log2  # on scores
     v_scale = 1.0
     if k_scale_ptr is not None and not BY_TOKEN:
@@ -232,7 +248,7 @@ def _few_rows_fp8_sm90_kernel(
         slot = i & 1
         # Asked for here, so that they have come when they are needed; the last tiles ask for a page again.
         next_scales = _load_scales(k_scale_ptr, page, inside, key + KEYS, end, k_scale_strides, of_keys, BY_TOKEN)
-        page, inside = _place(table_ptr, b, gl.where(i + STAGES < steps, key + STAGES * KEYS, key), PAGE_SIZE)
+        page, inside = place_of_tile(table_ptr, b, gl.where(i + STAGES < steps, key + STAGES * KEYS, key), PAGE_SIZE)
         k = k_bufs.index(slot).reshape([KEYS, _PAIRS])
         mbarrier.wait(bars.index(slot), (i >> 1) & 1)
         s = _scores(zero, k, q_even, q_odd, 0, _PART, layout)
@@ -246,7 +262,7 @@ def _few_rows_fp8_sm90_kernel(
         # Keys that no row lacks are not masked; the first of several queries sees least.
         hidden = sizes.seqlen_q - 1 if IS_CAUSAL else 0
         if key + KEYS > end - hidden:
-            s = _mask(s, key, end, sizes.seqlen_q, HEADS, IS_CAUSAL)
+            s = hide_keys(s, key, end, sizes.seqlen_q, HEADS, IS_CAUSAL)
         of_values = s + gl.log2(gl.maximum(gl.abs(scales), _LEAST))[:, None]
         m_new = gl.maximum(m, gl.max(of_values, 0) - _HEADROOM)
         m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)  # a row that has met no key: -inf - -inf is NaN

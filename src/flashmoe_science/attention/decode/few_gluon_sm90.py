@@ -24,20 +24,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...gpu.gluon_sm90 import make_barriers, make_tiles, wait_for_kernel_before
 from ...gpu.gluon_versions import barrier, tma_load
 from ..kernel_arguments import KVSplits, LatentSizes, NewStrides
-from .primitives_sm90 import COLUMNS, KEYS, MORE, STAGES, find_share, launch_dependents, uniform, zero_rows
-
-ROWS = gl.constexpr(16)  # of a program, and of a sequence at the most
-
-
-@gluon.jit
-def _place(table_ptr, b, key, PAGE_SIZE: gl.constexpr):
-    """Return the page in which a tile lies, and its first row there."""
-    page = b
-    inside = key
-    if PAGE_SIZE > 0:
-        page = gl.load(table_ptr + key // PAGE_SIZE)
-        inside = key % PAGE_SIZE
-    return page, inside
+from .primitives_sm90 import (
+    COLUMNS,
+    KEYS,
+    MORE,
+    ROWS,
+    STAGES,
+    find_share,
+    hide_keys,
+    launch_dependents,
+    place_of_tile,
+    uniform,
+    zero_rows,
+)
 
 
 @gluon.jit
@@ -47,17 +46,6 @@ def _copy_tile(k_desc, k_more_desc, k_bufs, k_more_bufs, bars, slot, page, insid
     mbarrier.expect(bar, k_desc.block_type.nbytes + k_more_desc.block_type.nbytes)
     tma_load(k_desc, [page, inside, 0], bar, k_bufs.index(slot))
     tma_load(k_more_desc, [page, inside, COLUMNS], bar, k_more_bufs.index(slot))
-
-
-@gluon.jit
-def _mask(s, key, end, seqlen_q, HEADS: gl.constexpr, IS_CAUSAL: gl.constexpr):
-    """Put -inf where a row does not see a key of the tile at ``key``."""
-    layout: gl.constexpr = s.type.layout
-    keys = key + gl.arange(0, KEYS, gl.SliceLayout(1, layout))
-    if IS_CAUSAL:  # row m of Sq sees key m + end - Sq, too
-        token = gl.arange(0, ROWS, gl.SliceLayout(0, layout)) // HEADS
-        s = gl.where(keys[:, None] - token[None, :] <= end - seqlen_q, s, -float("inf"))
-    return gl.where((keys < end)[:, None], s, -float("inf"))
 
 
 @gluon.jit
@@ -137,7 +125,7 @@ def _few_rows_sm90_kernel(
         tma_load(q_more_desc, [b, 0, 0, COLUMNS], q_bar, q_more_buf)
     for i in gl.static_range(STAGES):
         if i < steps:
-            page, inside = _place(table_ptr, b, begin + i * KEYS, PAGE_SIZE)
+            page, inside = place_of_tile(table_ptr, b, begin + i * KEYS, PAGE_SIZE)
             _copy_tile(k_desc, k_more_desc, k_bufs, k_more_bufs, bars, i, page, inside)
 
     zero = gl.zeros([KEYS, ROWS], gl.float32, layout)
@@ -152,7 +140,7 @@ def _few_rows_sm90_kernel(
         key = begin + i * KEYS
         slot = i & 1
         # Asked for here, so that it has come when the slot is free; the last tiles ask for a page again.
-        page, inside = _place(table_ptr, b, gl.where(i + STAGES < steps, key + STAGES * KEYS, key), PAGE_SIZE)
+        page, inside = place_of_tile(table_ptr, b, gl.where(i + STAGES < steps, key + STAGES * KEYS, key), PAGE_SIZE)
         k = k_bufs.index(slot).reshape([KEYS, COLUMNS])
         mbarrier.wait(bars.index(slot), (i >> 1) & 1)
         s = warpgroup_mma(k, q, zero, use_acc=False, is_async=True)
@@ -161,7 +149,7 @@ def _few_rows_sm90_kernel(
         # Keys that no row lacks are not masked; the first of several queries sees least.
         hidden = sizes.seqlen_q - 1 if IS_CAUSAL else 0
         if key + KEYS > end - hidden:
-            s = _mask(s, key, end, sizes.seqlen_q, HEADS, IS_CAUSAL)
+            s = hide_keys(s, key, end, sizes.seqlen_q, HEADS, IS_CAUSAL)
         m_new = gl.maximum(m, gl.max(s, 0) * scale_log2)
         m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)  # a row that has met no key: -inf - -inf is NaN
         p = gl.exp2(s * scale_log2 - m_safe[None, :])

@@ -9,6 +9,7 @@ KEYS = gl.constexpr(64)  # of a tile
 COLUMNS = gl.constexpr(512)  # that keys and values share
 MORE = gl.constexpr(64)  # that keys have besides
 STAGES = gl.constexpr(2)  # tiles of keys in shared memory
+ROWS = gl.constexpr(16)  # of a program of few rows, and of a sequence at the most
 _LENGTHS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
@@ -41,6 +42,28 @@ def zero_rows(values, keys):
             row = first + gl.arange(0, LINES, gl.SliceLayout(1, layout))
             value = part.load(layout)
             part.store(gl.where(row[:, None] < keys, value, gl.zeros_like(value)))
+
+
+@gluon.jit
+def place_of_tile(table_ptr, b, key, PAGE_SIZE: gl.constexpr):
+    """Return the page in which a tile lies, and its first row there."""
+    page = b
+    inside = key
+    if PAGE_SIZE > 0:
+        page = gl.load(table_ptr + key // PAGE_SIZE)
+        inside = key % PAGE_SIZE
+    return page, inside
+
+
+@gluon.jit
+def hide_keys(s, key, end, seqlen_q, HEADS: gl.constexpr, IS_CAUSAL: gl.constexpr):
+    """Put -inf where a row does not see a key of the tile at ``key``."""
+    layout: gl.constexpr = s.type.layout
+    keys = key + gl.arange(0, KEYS, gl.SliceLayout(1, layout))
+    if IS_CAUSAL:  # row m of Sq sees key m + end - Sq, too
+        token = gl.arange(0, ROWS, gl.SliceLayout(0, layout)) // HEADS
+        s = gl.where(keys[:, None] - token[None, :] <= end - seqlen_q, s, -float("inf"))
+    return gl.where((keys < end)[:, None], s, -float("inf"))
 
 
 @gluon.jit
