@@ -143,15 +143,19 @@ def test_the_row_of_a_run_has_the_claim_with_the_most_baselines_and_cases_and_co
     )
 
 
+def changed_arms(record, name, **changes):
+    """Return a record whose arms of a name are changed."""
+    cases = [
+        case.model_copy(update={"arms": [
+            arm.model_copy(update=changes) if arm.name == name else arm for arm in case.arms
+        ]}) for case in record.cases
+    ]  # fmt: skip
+    return record.model_copy(update={"cases": cases})
+
+
 def test_a_speed_of_light_has_a_row_of_its_own():
     """It does other work: the row of the baselines must not show its figures."""
     record = build_record(speedups=[2.3, 3.0], baselines={"sdpa": 1.0, "copy": 0.5})
-    cases = [
-        case.model_copy(update={"arms": [
-            arm.model_copy(update={"accuracy": None}) if arm.name == "copy" else arm for arm in case.arms
-        ]}) for case in record.cases
-    ]  # fmt: skip
-    record = record.model_copy(update={"cases": cases})
     lines = section(
         record, {}, {"id": "copied", "baseline": "copy", "factor": 1.1}, render=summary_section
     ).splitlines()[2:]
@@ -164,6 +168,17 @@ def test_a_case_that_is_slower_than_one_baseline_is_counted_whatever_claims_are_
     (line,) = text.splitlines()[2:]
     assert line.startswith("| seed | 3 | 2 | 0 | `case0` | 0.63")
     assert line.endswith("| fa3 | `20260101T000000Z` |")
+
+
+def test_a_baseline_counts_though_its_answers_were_compared_in_no_process():
+    """An exact answer that takes long is worked out in one process; only an arm that does other work is left out."""
+    record = build_record(speedups=[0.9, 3.0], baselines={"sdpa": 1.0, "product": 0.5})
+    record = changed_arms(record, "sdpa", accuracy=None)
+    for said, decides in ((None, "product"), (False, "product"), (True, "sdpa")):
+        told = changed_arms(record, "product", speed_of_light=said)
+        (line,) = section(told, {"metric": "kernel"}, render=slower_section).splitlines()[2:]
+        assert line.startswith("| seed | 2 | 1 |")
+        assert line.endswith(f"| {decides} | `20260101T000000Z` |")
 
 
 def test_a_run_of_graphs_and_one_that_is_never_slower_have_no_row_among_slower_cases():

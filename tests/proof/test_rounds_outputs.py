@@ -77,7 +77,8 @@ def test_a_yardstick_is_timed_though_its_answer_is_none_to_the_problem():
     measure.speed_of_light = True
     bench.baselines.append(loaded("product", work, baseline=measure))
     product = bench.run().arms["product"]
-    assert (product.status, product.accuracy) == ("measured", None)
+    assert (product.status, product.accuracy, product.speed_of_light) == ("measured", None, True)
+    assert bench.arms["sdpa"].speed_of_light is False
     assert bench.seconds("graph")["product"] == pytest.approx([4e-6] * 4)
     measure.speed_of_light = False
     assert "its answer is off: error" in bench.run().arms["product"].reason
@@ -328,6 +329,7 @@ def test_what_takes_long_is_worked_out_after_the_rounds_of_one_process(drawn, th
     assert {arm.status for arm in bench.arms.values()} == {"measured"}
     # Once after the rounds, once for an answer that was timed, and once where few values are new.
     assert bench.operator.worked_out == worked_out
+    assert {arm.accuracy is not None for arm in bench.arms.values()} == {worked_out > 0}
 
 
 def test_a_process_is_told_after_the_rounds_whether_it_compares():

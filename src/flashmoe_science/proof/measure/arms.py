@@ -357,11 +357,14 @@ def wrong_late(arm: Arm, answer: Answer, place: int, values: FreshValues, *, com
     An arm that keeps the values that it was bound with answers to those.
     """
     wrong = ""
+    found: dict[str, OutputAccuracy] = {}
     if compare and not arm.loaded.speed_of_light and arm.follows:
-        wrong = fault_of(answer, values.expected(place, arm.part))
+        wrong, found = compared(answer, values.expected(place, arm.part))
     elif compare and not arm.loaded.speed_of_light:
         wrong = mismatch([answer], [arm.expected[place]], arm.tolerance)
     again = mismatch([answer], [copied(arm.calls[place]())], arm.tolerance)  # always: other ranks wait for the call
+    if arm.accuracy is None and found and not wrong:
+        arm.accuracy = accuracy_of(found, deterministic=arm.tolerance is None and not again)
     return wrong or (f"the same call gives another one afterwards: {again}" if again else "")
 
 
@@ -390,19 +393,27 @@ def check_again(arm: Arm, values: FreshValues, places: Sequence[int], device: Ti
 
 def fault_of(answer: Answer, expected: ExpectedOutputs) -> str:
     """Return how an answer differs from what is right by more than is allowed, or an empty text."""
+    return compared(answer, expected)[0]
+
+
+def compared(answer: Answer, expected: ExpectedOutputs) -> tuple[str, dict[str, OutputAccuracy]]:
+    """Return the same, and the accuracy of each output before the first that is wrong."""
+    found: dict[str, OutputAccuracy] = {}
     for whole, wanted in zip(parts(answer), expected, strict=True):
         its = f"its {wanted.output}" if wanted.output else "it"
         if odd := not_plain(whole):
-            return odd
+            return odd, found
         if wanted.pick is not None and whole.isnan().any():
-            return f"{its} has NaN"
+            return f"{its} has NaN", found
         part = whole if wanted.pick is None else wanted.pick(whole)
         if part.shape != wanted.exact.shape:
-            return f"{its} has shape {list(part.shape)}, expected {list(wanted.exact.shape)}"
+            return f"{its} has shape {list(part.shape)}, expected {list(wanted.exact.shape)}", found
         accuracy, fault = judge(part, wanted)
         if fault:
-            return f"{its} has {fault}" if accuracy is None else f"{its} is off: {fault}"
-    return ""
+            return f"{its} has {fault}" if accuracy is None else f"{its} is off: {fault}", found
+        assert accuracy is not None
+        found[wanted.output] = accuracy
+    return "", found
 
 
 def distance(one: Answer, other: Answer) -> float:

@@ -415,6 +415,7 @@ def _arm_record(arm: Arm, *, timed: bool) -> evidence.Arm:
         status=status,
         reason=reason,
         version=arm.loaded.version,
+        speed_of_light=arm.loaded.speed_of_light,
         launches=[*arm.timed.values()],
         accuracy=arm.accuracy,
         peak_bytes=arm.peak_bytes,

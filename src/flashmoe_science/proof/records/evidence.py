@@ -187,6 +187,7 @@ class Arm(Model):
     status: Literal["measured", "failed", "refused", "unavailable", "not measured"]
     reason: str = ""  # why it was not measured
     version: str = ""
+    speed_of_light: bool | None = None  # whether it does other work, such as a copy; None: an older record does not say
     launches: list[Launch] = Field(default_factory=list)
     code: str = ""  # of older records, and ignored: what ``identities`` replaced
     # For a subject of ours: the identity of each launch of a call, in order (``gpu/identity.py``), and hashes of what

@@ -189,6 +189,10 @@ def rule_section(verdicts: Sequence[Verdict], _: Mapping[str, Record], __: str |
     return "\n".join(lines) + "\n"
 
 
+# Baselines that do other work: those of records that do not say it.
+_OTHER_WORK = frozenset({"copy", "matrix-product", "replicated-experts", "without-features"})
+
+
 def slower_section(verdicts: Sequence[Verdict], records: Mapping[str, Record], _: str | None = "") -> str:
     """Return a table of the suites in which a baseline is faster than the subject in some case, by kernel time.
 
@@ -207,7 +211,12 @@ def slower_section(verdicts: Sequence[Verdict], records: Mapping[str, Record], _
     for record in newest.values():
         found: dict[str, dict[str, Interval]] = {}
         for one in arm_rows(record, "kernel"):
-            if one.arm.role == "baseline" and one.arm.accuracy is not None and one.ratio and one.ratio.interval:
+            if (
+                one.arm.role == "baseline"
+                and one.ratio
+                and one.ratio.interval
+                and not does_other_work(record, one.arm.name)
+            ):
                 found.setdefault(one.case.name, {})[one.arm.name] = one.ratio.interval
         deciding = {name: deciding_baseline(intervals, 1.0) for name, intervals in found.items()}
         ratios = {name: found[name][baseline] for name, baseline in deciding.items()}
@@ -268,10 +277,15 @@ def _mean(verdict: Verdict) -> str:
 
 
 def _speed_of_light(verdict: Verdict, records: Mapping[str, Record]) -> tuple[str, ...]:
-    """Return the baselines of a claim that do other work, such as a copy: their outputs are not checked."""
-    arms = [arm for case in records[verdict.evidence or ""].cases for arm in case.arms if arm.status == "measured"]
-    others = {arm.name for arm in arms} - {arm.name for arm in arms if arm.accuracy is not None}
-    return tuple(name for name in verdict.claim.baseline if name in others)
+    """Return the baselines of a claim that do other work, such as a copy."""
+    record = records[verdict.evidence or ""]
+    return tuple(name for name in verdict.claim.baseline if does_other_work(record, name))
+
+
+def does_other_work(record: Record, name: str) -> bool:
+    """Return whether a baseline does other work than the subject, so that its answer is compared with nothing."""
+    said = {arm.speed_of_light for case in record.cases for arm in case.arms if arm.name == name} - {None}
+    return True in said if said else name in _OTHER_WORK
 
 
 def _width(verdict: Verdict) -> tuple[int, int, float]:
