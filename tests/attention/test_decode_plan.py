@@ -391,3 +391,12 @@ def test_every_architecture_and_width_has_a_tile():
             rows = [config.block_m for config in configs]
             assert rows == sorted(rows)
             assert rows[0] == 16
+
+
+def test_the_tile_of_8_bit_caches_is_for_rows_that_are_copied_16_bytes_at_a_time():
+    """Pieces of 4 bytes need addresses that spill. D 120 is copied 8 bytes at a time."""
+    blocks = {
+        dim: plan_with_kv_cache(make(16, 32, 8, 1, 8192, head_dim=dim, head_dim_v=dim, is_fp8=True), H200).config
+        for dim in (100, 120, 128)
+    }
+    assert [config.blocks_per_sm for config in blocks.values() if config is not None] == [1, 2, 2]

@@ -86,9 +86,19 @@ REFUSED = {
     "far": (change(page_size=0, k_strides=(2**39, 576, 576, 1)), "too far apart"),
     "address": (change(pointer_alignment=8), "multiples of 16 bytes"),
     "rows": (change(k_strides=(64 * 580, 580, 576, 1)), "multiples of 16 bytes"),
+    "rows of 8 bits": (change(heads=16, is_fp8=True, k_strides=(64 * 584, 584, 576, 1)), "multiples of 16 bytes"),
     "no capacity": (change(capacity=0, page_size=0), "no keys"),
     "large": (change(capacity=2**29, pages=2**23, batch=1), "up to 536870912"),
 }
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("options", [{}, {"batch_invariant": True}, {"num_splits": 3}], ids=str)
+def test_rows_of_queries_that_start_at_16_bytes_are_served_beside_a_cache_of_8_bits(options, batch):
+    """Whatever the batch: a kernel of another batch would have other bits."""
+    strides = (9224 if batch > 1 else 0, 584, 0, 1)
+    problem = change(batch=batch, heads=16, is_fp8=True, q_strides=strides, **options)
+    assert plan_with_kv_cache(problem, H200).launches[0].pattern == "_few_rows_fp8_sm90_kernel"
 
 
 @pytest.mark.parametrize("name", REFUSED)

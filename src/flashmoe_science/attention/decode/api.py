@@ -152,7 +152,7 @@ def flash_attention_with_kv_cache(
     and scales are applied to scores and to P in fp32. Results are bitwise reproducible:
     splits merge in fp32 in a fixed order. CPU tensors run ``cache_reference``. Unchecked, a length on a GPU is cut to
     what the cache holds, and a page that does not exist is read where it would be, or by ``decode_gluon_sm90`` as
-    zeros.
+    zeros; its scales are read where they would be.
     """
     refuse_context_parallel()
     call = describe_cache_call(

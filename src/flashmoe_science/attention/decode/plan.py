@@ -16,7 +16,7 @@ from ..problem import MAX_SPLITS
 from ..tiles import block_dim
 from .config import DecodeConfig
 from .plan_sm90 import FEW_ROWS, HOPPER_DECODE_KERNEL, hopper_decode_config, hopper_decode_refusal
-from .problem import CacheProblem
+from .problem import CacheProblem, alignments
 
 CACHE_KERNELS = (HOPPER_DECODE_KERNEL, "decode_triton", "reference")
 
@@ -205,7 +205,8 @@ def decode_config(problem: CacheProblem, arch: int, sms: int) -> DecodeConfig:
     is_told = not (problem.has_seqlens or problem.has_leftpad or problem.has_batch_idx or problem.page_size)
     if problem.batch == 1 and problem.seen_keys <= _FEW_KEYS and is_told:
         config = of(_FEW) or config
-    in_fp8 = of(_MORE_TO_READ_IN_FP8) if problem.is_fp8 else None
+    # Rows that start elsewhere are copied in smaller pieces, whose addresses spill.
+    in_fp8 = of(_MORE_TO_READ_IN_FP8) if problem.is_fp8 and alignments(problem)[1] >= 8 else None
     for least, larger in in_fp8 or of(_MORE_TO_READ) or ():
         if problem.kv_bytes >= least * sms:
             config = larger

@@ -61,17 +61,21 @@ def _layout_refusal(p: CacheProblem) -> str | None:
         return f"it needs a positive softmax_scale, of normal size in fp32, got {p.scale:g}"
     if p.page_size % HOPPER_DECODE.block_n:
         return f"it copies whole tiles of {HOPPER_DECODE.block_n} keys, got pages of {p.page_size}"
-    sizes = (
-        *zip(p.q_strides, (p.batch, p.heads, p.seqlen_q), strict=False),
-        *zip(p.k_strides, (p.pages, p.page_size or p.capacity), strict=False),
-    )
-    stepped = [stride for stride, size in sizes if size > 1]
+    of_q = _stepped(p.q_strides, p.batch, p.heads, p.seqlen_q)
+    of_keys = _stepped(p.k_strides, p.pages, p.page_size or p.capacity)
+    stepped = of_q + of_keys
     if 0 in stepped:
         return "q or the cache is expanded: TMA does not step by 0"
-    if p.pointer_alignment < 16 or any(stride % (16 if p.is_fp8 else 8) for stride in stepped):
+    is_apart = any(stride % 8 for stride in of_q) or any(stride * p.kv_item_bytes % 16 for stride in of_keys)
+    if p.pointer_alignment < 16 or is_apart:
         return "it copies rows that start at multiples of 16 bytes"
     if not all(0 < stride < 2**39 for stride in stepped):
         return "rows of q or of the cache are too far apart"
     if max(p.capacity, p.pages * max(p.page_size, 1), p.batch * p.heads * p.seqlen_q) >= _MOST:
         return f"it counts rows and keys up to {_MOST}"
     return None
+
+
+def _stepped(strides: tuple[int, ...], *sizes: int) -> list[int]:
+    """Return the strides of the axes that have several entries."""
+    return [stride for stride, size in zip(strides, sizes, strict=False) if size > 1]
