@@ -23,9 +23,11 @@ from flashmoe_science import (
     flash_attention_with_kv_cache,
     fused_moe,
     merge_attention_states,
+    pack_mla_rows,
     route,
     sparse_mla,
     sparse_mla_indices,
+    unpack_mla_rows,
 )
 from flashmoe_science.attention import reference
 from flashmoe_science.attention.decode import reference as cache_reference
@@ -163,6 +165,22 @@ def of_rows() -> Arguments:
         "page_table": ints(0, 2, 3, 1).view(2, 2), "head_dim_v": 512, "sinks": half(4), "softmax_scale": 0.4,
         "num_splits": 0, "batch_invariant": False, "return_lse": True, "kernel": "auto",
     }  # fmt: skip
+
+
+def of_rows_fp8() -> Arguments:
+    return {
+        **of_rows(),
+        "q": half(2, 4, 2, 576) * 0.1,
+        "kv_cache": pack_mla_rows(half(4, 3, 1, 512), half(4, 3, 1, 64)),
+    }
+
+
+def of_packed_rows() -> Arguments:
+    return {"latents": half(3, 2, 512), "rotated": half(3, 2, 64)}
+
+
+def of_unpacked_rows() -> Arguments:
+    return {"rows": pack_mla_rows(half(3, 2, 512), half(3, 2, 64)), "dtype": torch.float16}
 
 
 def of_indexer() -> Arguments:
@@ -433,6 +451,9 @@ ENTRIES: dict[str, tuple[Callable[..., Any], Callable[[], Arguments], Callable[[
     "merge_attention_states": (merge_attention_states, of_parts, merged),
     "flash_attention_with_kv_cache fp8": (flash_attention_with_kv_cache, of_cache_fp8, attended_cache),
     "sparse_mla": (sparse_mla, of_rows, attended_rows),
+    "sparse_mla fp8": (sparse_mla, of_rows_fp8, attended_rows),
+    "pack_mla_rows": (pack_mla_rows, of_packed_rows, None),
+    "unpack_mla_rows": (unpack_mla_rows, of_unpacked_rows, None),
     "sparse_mla_indices": (sparse_mla_indices, of_indexer, None),
     "fused_moe": (fused_moe, of_experts, of_fused_moe),
     "fused_moe_backward": (fused_moe_backward, of_expert_gradients, expert_gradients),

@@ -22,6 +22,7 @@ from flashmoe_science import (
     flash_attention_varlen,
     flash_attention_with_kv_cache,
     fused_moe,
+    pack_mla_rows,
     route,
     sparse_mla,
 )
@@ -42,6 +43,11 @@ Call = Callable[..., Any]
 
 def heads(device: str) -> tuple[Tensor, ...]:
     return tuple(torch.randn(BATCH, HEADS, KEYS, DIM, device=device, dtype=torch.float16) for _ in "qkv")
+
+
+def latents(device: str) -> tuple[Tensor, ...]:
+    q, columns, rotated = (torch.randn(BATCH, KEYS, 4, n, device=device).half() for n in (576, 512, 64))
+    return q.transpose(1, 2), pack_mla_rows(columns[:, :, :1], rotated[:, :, :1])
 
 
 def tokens(device: str) -> tuple[Tensor, ...]:
@@ -106,6 +112,11 @@ def rows(q: Tensor, k: Tensor, v: Tensor) -> Any:
     return sparse_mla(q, k[:, :1].transpose(1, 2), chosen, head_dim_v=16, sinks=v[0, :, 0, 0].contiguous())
 
 
+def rows_in_fp8(q: Tensor, pool: Tensor) -> Any:
+    chosen = torch.arange(BATCH * KEYS * 4, device=q.device, dtype=torch.int32).view(BATCH, KEYS, 4) % KEYS
+    return sparse_mla(q, pool, chosen)
+
+
 def paged(q: Tensor, k: Tensor, v: Tensor) -> Any:
     at = starts(q.device.type)
     table = torch.zeros(2, 1, dtype=torch.int32, device=q.device)
@@ -149,6 +160,7 @@ CALLS: dict[str, tuple[Call, Callable[[str], tuple[Tensor, ...]], str]] = {
     "paged": (paged, tokens, "attention_varlen_paged"),
     "cache": (with_cache, heads, "attention_with_kv_cache"),
     "rows": (rows, heads, "sparse_mla"),
+    "rows fp8": (rows_in_fp8, latents, "sparse_mla"),
     "append": (appended, heads, "attention_append_kv_cache"),
     "backward": (gradients, heads, "attention_backward"),
     "experts": (routed, experts, "fused_moe"),

@@ -145,6 +145,7 @@ SPARSE_FEATURES: dict[str, dict[str, Any]] = {
     "`sparse_mla` over pages of 1": {"page_size": 1},
     "`sparse_mla` with sinks, LSE": {"sinks": "bf16", "return_lse": True},
     "`sparse_mla` with `num_splits` or `batch_invariant`": {"batch_invariant": True},
+    "`sparse_mla`, fp8": {"page_size": 64, "is_fp8": True},
     "`sparse_mla`, D 512, DV 512": {"head_dim": 512},
     "`sparse_mla`, D 192, DV 128": {"head_dim": 192, "head_dim_v": 128},
     "`sparse_mla`, DV no power of two": {"head_dim": 576, "head_dim_v": 448},

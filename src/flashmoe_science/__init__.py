@@ -22,6 +22,8 @@ _ORIGIN = {
     "sparse_mla": "attention.sparse.api",
     "explain_sparse_mla": "attention.sparse.api",
     "sparse_mla_indices": "attention.sparse.indexer",
+    "pack_mla_rows": "attention.sparse.fp8_rows",
+    "unpack_mla_rows": "attention.sparse.fp8_rows",
     "explain": "attention.api",
     "explain_gradients": "attention.backward.api",
     "flash_attention_backward": "attention.backward.api",
@@ -60,9 +62,11 @@ __all__ = [
     "flash_attention_with_kv_cache",
     "fused_moe",
     "merge_attention_states",
+    "pack_mla_rows",
     "route",
     "sparse_mla",
     "sparse_mla_indices",
+    "unpack_mla_rows",
 ]
 
 if TYPE_CHECKING:
@@ -73,6 +77,7 @@ if TYPE_CHECKING:
     from .attention.decode.merge import merge_attention_states
     from .attention.masks.block_mask import BlockMask
     from .attention.sparse.api import explain_sparse_mla, sparse_mla
+    from .attention.sparse.fp8_rows import pack_mla_rows, unpack_mla_rows
     from .attention.sparse.indexer import sparse_mla_indices
     from .attention.varlen import explain_varlen, flash_attention_varlen
     from .errors import CompileError, FlashmoeError, InputError, UnsupportedError

@@ -81,7 +81,10 @@ GOOD: dict[str, Any] = {
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"q": torch.ones(2, 4, 80, dtype=torch.float16)}, r"q must have 4 dimensions \[B, H, Sq, D\]"),
     ({"q": torch.ones(2, 4, 3, 80, dtype=torch.float64)}, "q must be float16, bfloat16 or float32"),
-    ({"kv_cache": torch.ones(2, 20, 1, 80)}, "kv_cache must be torch.float16, got torch.float32"),
+    (
+        {"kv_cache": torch.ones(2, 20, 1, 80)},
+        "kv_cache must be torch.float16, or torch.uint8 for rows in fp8, got torch.float32",
+    ),
     ({"kv_cache": torch.ones(2, 20, 2, 80).half()}, r"kv_cache must have shape \[pages or B, positions, 1, D\]"),
     ({"kv_cache": torch.ones(3, 20, 1, 80).half()}, "kv_cache must have one row for each of 2 sequences, got 3"),
     ({"kv_cache": torch.ones(2, 80, 1, 20).half().transpose(1, 3)}, "kv_cache must be contiguous along its last axis"),

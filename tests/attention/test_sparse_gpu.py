@@ -8,10 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from flashmoe_science import InputError, sparse_mla, sparse_mla_indices
+from flashmoe_science import (
+    InputError,
+    explain_sparse_mla,
+    pack_mla_rows,
+    sparse_mla,
+    sparse_mla_indices,
+    unpack_mla_rows,
+)
 
 from .checks import synchronisation_is_an_error
-from .sparse_cases import CASES, SparseCase, check_sparse, make_call
+from .sparse_cases import CASES, FP8_CASES, SparseCase, check_sparse, make_call
 
 pytestmark = pytest.mark.gpu
 
@@ -35,6 +42,59 @@ def test_deepseek(heads, page_size, kernel):
     case = dataclasses.replace(DEEPSEEK, heads=heads, page_size=page_size, sinks=heads == 64)
     for num_splits in (0, 1, 7):
         check_sparse(dataclasses.replace(case, num_splits=num_splits), "cuda", kernel)
+
+
+IN_FP8 = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="fp8 needs sm_89 or newer"
+)
+
+
+@IN_FP8
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("case", FP8_CASES, ids=str)
+def test_small_problems_in_fp8(case, dtype):
+    check_sparse(dataclasses.replace(case, dtype=dtype), "cuda")
+
+
+@IN_FP8
+@pytest.mark.parametrize("page_size", [0, 1, 16, 64])
+@pytest.mark.parametrize("heads", [8, 16, 20, 64, 128])
+def test_deepseek_in_fp8(heads, page_size):
+    case = dataclasses.replace(DEEPSEEK, heads=heads, page_size=page_size, sinks=heads == 64, fp8=True, scale=0.03)
+    for num_splits in (0, 1, 7):
+        check_sparse(dataclasses.replace(case, num_splits=num_splits), "cuda")
+
+
+@IN_FP8
+def test_fp8_gives_the_same_bits_in_every_batch_and_in_graphs():
+    case = dataclasses.replace(DEEPSEEK, batch=9, none=0.0, fp8=True)
+    (q, cache, indices), options = make_call(case, "cuda")
+    table = options.pop("page_table")
+    whole = sparse_mla(q, cache, indices, page_table=table, batch_invariant=True, **options)
+    for mine in (slice(0, 1), slice(3, 9)):
+        alone = sparse_mla(q[mine], cache, indices[mine], page_table=table[mine], batch_invariant=True, **options)
+        assert torch.equal(alone, whole[mine])
+    assert explain_sparse_mla(q, cache, indices, page_table=table, **options).kernel == "sparse_mla_triton"
+    sparse_mla(q, cache, indices, page_table=table, **options)  # it is compiled
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = sparse_mla(q, cache, indices, page_table=table, **options)
+    indices.copy_(indices.flip(-1))
+    with synchronisation_is_an_error():
+        graph.replay()
+        expected = sparse_mla(q, cache, indices, page_table=table, **options)
+    assert torch.equal(o, expected)
+
+
+@IN_FP8
+def test_rows_are_packed_and_unpacked_as_on_a_cpu():
+    numbers = torch.randn(300, 576, generator=torch.Generator().manual_seed(0)) * torch.logspace(-9, 9, 300)[:, None]
+    rows = pack_mla_rows(numbers[:, :512], numbers[:, 512:])
+    of_gpu = pack_mla_rows(numbers[:, :512].cuda(), numbers[:, 512:].cuda())
+    assert torch.equal(unpack_mla_rows(rows.cuda(), torch.float32).cpu(), unpack_mla_rows(rows, torch.float32))
+    torch.testing.assert_close(
+        unpack_mla_rows(of_gpu, torch.float32).cpu(), unpack_mla_rows(rows, torch.float32), rtol=0.07, atol=0
+    )
 
 
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(512, 512), (64, 64), (16, 16), (192, 128)])

@@ -69,7 +69,10 @@ MORE: dict[str, list[dict[str, Any]]] = {
         {"head_dim_v": 32, "softmax_scale": 1.0},
     ],
     "attention_cache": [{"page_size": 0, "shared_kv": True}, {"seqlen_q": 3, "causal": True}],
-    "attention_sparse": [{"page_size": 0, "seqlen_q": 3, "padding": 7}],
+    "attention_sparse": [
+        {"page_size": 0, "seqlen_q": 3, "padding": 7},
+        {"fp8": True, "head_dim": 576, "head_dim_v": 512},
+    ],
     "moe": [
         {"activation": "swiglu_clamped", "interleaved": True, "bias_gate_up": True, "bias_down": True},
         {"activation": "relu2", "shared_experts": 2, "shared_inter": 32, "shared_weights": "fp32"},

@@ -61,3 +61,19 @@ def test_values_are_new_and_drawn_alike(name):
         assert new.std() == pytest.approx(float(old.std()), rel=0.3)
     operator.refresh(problem, again, seed=5)
     assert all(torch.equal(again[each], inputs[each]) for each in inputs)
+
+
+def test_rows_in_fp8_are_written_in_place():
+    operator = find_operator("attention_sparse")
+    case = {**CASES["attention_sparse"], "head_dim": 576, "head_dim_v": 512, "fp8": True}
+    problem = operator.parse_case(case)
+    inputs, again = (operator.make_inputs(problem, seed=3, device="cpu") for _ in range(2))
+    address = inputs["kv_cache"].data_ptr()
+    assert isinstance(operator, Refreshing)
+    operator.refresh(problem, inputs, seed=5)
+    assert inputs["kv_cache"].data_ptr() == address
+    assert torch.equal(inputs["indices"], again["indices"])
+    drawn = operator.make_inputs(problem, seed=5, device="cpu")
+    for name in ("q", "kv_cache"):
+        assert torch.equal(inputs[name], drawn[name])
+        assert (inputs[name] != again[name]).float().mean() > 0.9

@@ -49,7 +49,13 @@ SPARSE = {"batch": 3, "heads": 4, "seqlen_k": 48, "top_k": 7, "head_dim": 48, "h
 
 @pytest.mark.parametrize(
     ("changes", "parts_there"),
-    [({}, 3), ({"page_size": 4, "padding": 2}, 3), ({"batch": 1, "seqlen_q": 40}, 3), ({"seqlen_q": 18}, 6)],
+    [
+        ({}, 3),
+        ({"page_size": 4, "padding": 2}, 3),
+        ({"fp8": True, "head_dim": 576, "head_dim_v": 512}, 3),
+        ({"batch": 1, "seqlen_q": 40}, 3),
+        ({"seqlen_q": 18}, 6),
+    ],
 )
 def test_the_answer_to_some_queries_is_part_of_the_answer(changes, parts_there):
     operator = importlib.import_module(f"flashmoe_science.operators.{MODULES['attention_sparse']}").OPERATOR

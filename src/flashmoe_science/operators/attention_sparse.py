@@ -13,8 +13,9 @@ import torch
 from ..attention.problem import canonical_strides
 from ..attention.sparse import reference
 from ..attention.sparse.api import sparse_mla
+from ..attention.sparse.fp8_rows import pack_mla_rows
 from ..attention.sparse.plan import HOPPER_SPARSE_KERNEL, SPARSE_KERNEL, SparsePlan, plan_sparse_mla
-from ..attention.sparse.problem import SparseProblem
+from ..attention.sparse.problem import FP8_COLUMNS, SparseProblem
 from ..errors import InputError
 from ..gpu.planning import Work
 from .attention_scale import forward_scale
@@ -32,17 +33,18 @@ sparse_mla_gluon_sm90 = functools.partial(sparse_mla, kernel=HOPPER_SPARSE_KERNE
 class SparseOperator(KernelOperator):
     """Attention of MLA to indexed rows, for the harness: each query has other indices, in random order.
 
-    With a ``page_size`` pages lie in random order. The last ``padding`` indices of each query are -1.
+    With a ``page_size`` pages lie in random order. The last ``padding`` indices of each query are -1. With ``fp8`` rows
+    of the cache have 656 bytes.
     """
 
     name = "attention_sparse"
     fresh = ("q", "kv_cache")
     keys = {
         "batch": int, "heads": int, "seqlen_q": int, "seqlen_k": int, "top_k": int, "padding": int, "head_dim": int,
-        "head_dim_v": int, "dtype": str, "softmax_scale": float, "page_size": int, "batch_invariant": bool,
+        "head_dim_v": int, "dtype": str, "softmax_scale": float, "page_size": int, "batch_invariant": bool, "fp8": bool,
     }  # fmt: skip
     required = ("batch", "heads", "seqlen_k", "top_k", "dtype")
-    omitted = {"softmax_scale": None, "page_size": 0, "batch_invariant": False, "padding": 0}
+    omitted = {"softmax_scale": None, "page_size": 0, "batch_invariant": False, "padding": 0, "fp8": False}
     kernels = {
         "sparse_mla": "auto", "sparse_mla_gluon_sm90": HOPPER_SPARSE_KERNEL, "sparse_mla_triton": SPARSE_KERNEL,
     }  # fmt: skip
@@ -60,6 +62,7 @@ class SparseOperator(KernelOperator):
         """Return the problem of a case. Raises ``InputError``."""
         full = {"seqlen_q": 1, "head_dim": 576, "head_dim_v": 512, **table}
         full["capacity"], padding = full.pop("seqlen_k"), full.pop("padding", 0)
+        full["is_fp8"] = full.pop("fp8", False)
         page_size = full.get("page_size", 0)
         if page_size and full["capacity"] % page_size:
             raise InputError(f"seqlen_k must be a multiple of page_size = {page_size}, got {full['capacity']}")
@@ -78,8 +81,8 @@ class SparseOperator(KernelOperator):
 
     def values(self, problem: Any) -> dict[str, Any]:
         """Return the value of each key."""
-        found = {key: getattr(problem.planned, "capacity" if key == "seqlen_k" else key)
-                 for key in self.keys if key != "padding"}  # fmt: skip
+        names = {"seqlen_k": "capacity", "fp8": "is_fp8"}
+        found = {key: getattr(problem.planned, names.get(key, key)) for key in self.keys if key != "padding"}
         return {**found, "padding": problem.padding}
 
     def work(self, problem: Any) -> Work:
@@ -88,7 +91,7 @@ class SparseOperator(KernelOperator):
         share = 1 - problem.padding / p.top_k if p.top_k else 1.0
         queries = p.batch * p.seqlen_q
         rows = queries * p.heads * (p.head_dim + p.head_dim_v) * p.item_bytes
-        kv_bytes = min(p.kv_bytes * share, float(p.batch * p.capacity * p.head_dim * p.item_bytes))
+        kv_bytes = min(p.kv_bytes * share, float(p.batch * p.capacity * p.row_bytes))
         return Work(p.flops * share, kv_bytes + rows + 4.0 * queries * p.top_k, queries)
 
     def make_inputs(self, problem: Any, *, seed: int, device: str) -> dict[str, torch.Tensor]:
@@ -102,6 +105,10 @@ class SparseOperator(KernelOperator):
             "kv_cache": torch.randn(p.pages, length, 1, p.head_dim, dtype=dtype, **options),
             "indices": torch.empty(p.batch, p.seqlen_q, p.top_k, dtype=torch.int32, device=device),
         }
+        if p.is_fp8:
+            inputs["kv_cache"] = pack_mla_rows(
+                inputs["kv_cache"][..., :FP8_COLUMNS], inputs["kv_cache"][..., FP8_COLUMNS:]
+            )
         for b in range(p.batch):
             for token in range(p.seqlen_q):
                 inputs["indices"][b, token] = torch.randperm(p.capacity, **options)[: p.top_k]
@@ -110,6 +117,15 @@ class SparseOperator(KernelOperator):
         if p.page_size:
             inputs["page_table"] = torch.randperm(p.pages, dtype=torch.int32, **options).reshape(p.batch, -1)
         return inputs
+
+    def refresh(self, problem: Any, inputs: Inputs, *, seed: int) -> None:
+        """Write new values; rows in fp8 are drawn in the dtype of q."""
+        if not problem.planned.is_fp8:
+            super().refresh(problem, inputs, seed=seed)
+            return
+        drawn = self.make_inputs(problem, seed=seed, device=str(inputs["q"].device))
+        for name in self.fresh:
+            inputs[name].copy_(drawn[name])
 
     def arguments(self, problem: Any, inputs: Inputs) -> tuple[list[torch.Tensor], dict[str, Any]]:
         """Return q, cache and indices, and options."""
@@ -182,6 +198,8 @@ class SparseOperator(KernelOperator):
         if draw == "neighbours":
             inputs["q"][1:] *= 16
             return bool(problem.planned.batch > 1)
+        if problem.planned.is_fp8:
+            return False
         stress_attention(draw, inputs["q"], inputs["kv_cache"].transpose(1, 2), None, problem.planned.scale, [0])
         return True
 

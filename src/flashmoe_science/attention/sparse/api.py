@@ -57,7 +57,9 @@ def sparse_mla(
     Args:
         q: ``[B, H, Sq, D]`` fp16 or bf16, D contiguous; on a GPU D - DV is 0 or a power of two from 16 to 128.
         kv_cache: ``[B, S, 1, D]``, or with ``page_table`` ``[pages, page_size, 1, D]`` of any page size, dtype and
-            device of q, any strides but D contiguous. The first DV columns of a row are its value.
+            device of q, any strides but D contiguous. The first DV columns of a row are its value. In fp8 (sm_89 and
+            newer) ``[..., 1, 656]`` uint8, bytes of the rows of ``pack_mla_rows``, which start at multiples of 16
+            bytes; then D is 576 and DV 512.
         indices: ``[B, Sq, K]`` int32: positions from 0 to S - 1, or with ``page_table`` to ``P * page_size - 1``, in
             any order; -1 anywhere for none. A position that is named twice counts twice.
         page_table: ``[B, P]`` int32: the page of positions ``[i * page_size, (i + 1) * page_size)`` is
@@ -84,9 +86,10 @@ def sparse_mla(
             always are checked.
         UnsupportedError: no kernel serves this call, or an input requires grad while gradients are recorded.
 
-    Numerics: fp32 scores and sums, weights rounded to the dtype of q for the product with the values. Results are
-    bitwise reproducible: splits merge in fp32 in a fixed order; another order of the indices gives other bits.
-    CPU tensors run the reference, in fp32 also. Unchecked, an index outside counts as -1.
+    Numerics: fp32 scores and sums, weights rounded to the dtype of q for the product with the values. Columns in fp8
+    times their scales are rounded to it too. Results are bitwise reproducible: splits merge in fp32 in a fixed order;
+    another order of the indices gives other bits. CPU tensors run the reference, in fp32 also. Unchecked, an index
+    outside counts as -1.
     """
     refuse_context_parallel()
     call = describe_sparse_call(

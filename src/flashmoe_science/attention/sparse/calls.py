@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: SLF001 - what torch.compile's code calls
 Call = Callable[[Mapping[str, Tensor]], tuple[Tensor, Tensor | None]]
+_KINDS_OF_BYTES = {"*fp8e4nv": torch.float8_e4m3fn, "*fp32": torch.float32, "*bf16": torch.bfloat16}
 _NAMES = {name: f"{name.removesuffix('_cache')}_ptr" for name in ("q", "kv_cache", "indices", "page_table", "sinks")}
 
 
@@ -85,7 +86,18 @@ def _launches(plan: SparsePlan, device: torch.device) -> list[Callable[[Mapping[
 def _interpreted(kernel: PreparedKernel) -> Callable[[Mapping[str, Tensor]], None]:
     from ..forward.prepare import interpret
 
-    return lambda places: interpret(kernel, tuple(places[name] for name in kernel.tensors))
+    kinds = [kind for _, kind in kernel.source.signature if kind.startswith("*")]
+
+    def run(places: Mapping[str, Tensor]) -> None:
+        tensors = zip(kernel.tensors, kinds, strict=True)
+        interpret(kernel, tuple(_viewed(places[name], kind) for name, kind in tensors))
+
+    return run
+
+
+def _viewed(tensor: Tensor, kind: str) -> Tensor:
+    """Return bytes of a cache as a pointer's dtype: the interpreter takes it from the tensor."""
+    return tensor.view(_KINDS_OF_BYTES[kind]) if tensor.dtype == torch.uint8 else tensor
 
 
 def _launched(arch: int, device: int, kernel: PreparedKernel) -> Callable[[Mapping[str, Tensor]], None]:

@@ -14,7 +14,9 @@ from ...gpu.checks import check_memory, check_storages, check_tensor
 from ..checks import DTYPE_NAMES, check_shape
 from ..inputs import pointer_alignment
 from ..problem import LARGEST_SCALE, canonical_strides
-from .problem import SparseProblem
+from .problem import FP8_COLUMNS, FP8_ROW_BYTES, ROTATED_COLUMNS, ROW_ALIGNMENT, SparseProblem
+
+FP8_ROWS = torch.uint8  # the dtype of a cache in fp8: its rows are bytes of three dtypes
 
 
 class SparseOptions(NamedTuple):
@@ -88,7 +90,11 @@ def sparse_problem_of(call: SparseCallOf) -> SparseProblem:
     q, cache, indices = tensors["q"], tensors["kv_cache"], tensors["indices"]
     batch, heads, seqlen_q, head_dim = q.shape
     pages, length = cache.shape[:2]
-    check_shape("kv_cache", cache, (pages, length, 1, head_dim), "pages or B, positions, 1, D")
+    is_fp8 = cache.dtype == FP8_ROWS
+    if is_fp8:
+        _check_fp8(q, cache, options.head_dim_v)
+    else:
+        check_shape("kv_cache", cache, (pages, length, 1, head_dim), "pages or B, positions, 1, D")
     check_shape("indices", indices, (batch, seqlen_q, indices.shape[2]), "B, Sq, K")
     table, sinks = tensors.get("page_table"), tensors.get("sinks")
     if table is None and pages != batch:
@@ -118,6 +124,7 @@ def sparse_problem_of(call: SparseCallOf) -> SparseProblem:
         dtype=DTYPE_NAMES[q.dtype],
         page_size=0 if table is None else length,
         pages=pages,
+        is_fp8=is_fp8,
         sinks="" if sinks is None else DTYPE_NAMES[sinks.dtype],
         softmax_scale=options.softmax_scale,
         num_splits=options.num_splits,
@@ -138,8 +145,14 @@ def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
         raise InputError(f"q must be on a CUDA device or the CPU, got {q.device}")
     if q.dtype not in DTYPE_NAMES:
         raise InputError(f"q must be float16, bfloat16 or float32, got {q.dtype}")
+    cache = tensors["kv_cache"]
+    if cache.dtype not in (q.dtype, FP8_ROWS):
+        raise InputError(
+            f"kv_cache must be {q.dtype}, or {FP8_ROWS} for rows in fp8, got {cache.dtype}",
+            hint="pack_mla_rows makes rows in fp8; of another dtype, .view(torch.uint8) is their bytes",
+        )
     axes = {"q": "B, H, Sq, D", "kv_cache": "pages or B, positions, 1, D", "indices": "B, Sq, K"}
-    dtypes = {"kv_cache": q.dtype, "indices": torch.int32, "page_table": torch.int32}
+    dtypes = {"indices": torch.int32, "page_table": torch.int32}
     for name, tensor in tensors.items():
         check_memory(name, tensor)
         if tensor.device != q.device:
@@ -155,6 +168,23 @@ def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
                 f"{name} must be contiguous along its last axis, got strides {list(tensor.stride())}",
                 hint=".contiguous() makes a copy that is",
             )
+
+
+def _check_fp8(q: Tensor, cache: Tensor, head_dim_v: int) -> None:
+    """Check a cache whose rows are bytes, and that q has the columns of such rows. Raises ``InputError``."""
+    check_shape("kv_cache", cache, (*cache.shape[:2], 1, FP8_ROW_BYTES), "pages or B, positions, 1, bytes of a row")
+    columns = FP8_COLUMNS + ROTATED_COLUMNS
+    if q.shape[3] != columns:
+        raise InputError(f"q must have D = {columns} with a cache in fp8, got {q.shape[3]}")
+    if head_dim_v != FP8_COLUMNS:
+        raise InputError(f"head_dim_v must be {FP8_COLUMNS} with a cache in fp8, got {head_dim_v}")
+    steps = canonical_strides(cache.shape, cache.stride())[:2]
+    if pointer_alignment(cache) < ROW_ALIGNMENT or any(step % ROW_ALIGNMENT for step in steps):
+        found = f"an address that is one of {pointer_alignment(cache)}, and strides {list(cache.stride())}"
+        raise InputError(
+            f"kv_cache must have rows that start at multiples of {ROW_ALIGNMENT} bytes, got {found}",
+            hint=".clone() makes a copy whose rows do",
+        )
 
 
 def check_indices(tensors: Mapping[str, Tensor]) -> None:

@@ -12,7 +12,7 @@ from ...gpu.planning import PlannedLaunch, refuse_architecture
 from ...gpu.specs import GpuSpec
 from ..decode.plan import even_splits
 from ..tiles import cdiv
-from .problem import SparseProblem, alignment_of
+from .problem import SparseProblem
 
 SPARSE_KERNEL = "sparse_mla_triton"
 HOPPER_SPARSE_KERNEL = "sparse_mla_gluon_sm90"
@@ -24,6 +24,7 @@ MERGE_SPLITS = 16  # of one step
 _WIDEST_VALUES = 512
 _WIDEST_REST = 128
 _INVARIANT_SPLITS = 16
+_FP8_ARCH = 89  # the first with instructions that convert e4m3
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +81,15 @@ SPARSE_TABLES: dict[tuple[int, ...], tuple[SparseConfig, ...]] = {
     (100,): (_C(16, 64, 8, 3), _C(32, 32, 8, 3), _C(64, 32, 8, 2)),
 }
 
+# Numbers of 8 bits are registers twice, as keys and as values: larger tiles spill on sm_89, sm_90 or sm_100.
+FP8_SPARSE_TILES = (_C(16, 32, 8, 3), _C(32, 32, 8, 2))  # by heads
+
 
 def sparse_config(problem: SparseProblem, arch: int) -> SparseConfig:
     """Return the tile for a problem on an architecture; one without a table takes that of the one before it."""
     near = max(known for archs in SPARSE_TABLES for known in archs if known <= arch)
     configs = next(configs for archs, configs in SPARSE_TABLES.items() if near in archs)
+    configs = FP8_SPARSE_TILES if problem.is_fp8 else configs
     return next((config for config in configs if config.block_m >= problem.heads), configs[-1])
 
 
@@ -99,7 +104,9 @@ def hopper_sparse_refusal(problem: SparseProblem, arch: int) -> str | None:
         return "it is for Hopper"
     if (problem.head_dim, problem.head_dim_v) != (576, 512):
         return f"it serves D 576 and DV 512, got {problem.head_dim} and {problem.head_dim_v}"
-    if min(alignment_of(problem, problem.q_strides[:3]), alignment_of(problem, problem.kv_strides)) < 8:
+    if problem.is_fp8:
+        return "it serves caches of 16 bits, got one in fp8"
+    if min(problem.q_alignment, problem.cache_alignment) < 8:
         return "rows have to start at multiples of 16 bytes"
     return None
 
@@ -129,6 +136,8 @@ def plan_sparse_mla(problem: SparseProblem, gpu: GpuSpec | None, kernel: str = "
         why = "Triton's interpreter runs it (TRITON_INTERPRET=1)"
         return tiled_plan(problem, "CPU", 0, 8, SparseConfig(16, 16, 4, 1), why)
     refuse_architecture(gpu.arch)
+    if problem.is_fp8 and gpu.arch < _FP8_ARCH:
+        raise UnsupportedError(f"fp8 caches need sm_{_FP8_ARCH} or newer, got sm_{gpu.arch}")
     refusal = hopper_sparse_refusal(problem, gpu.arch)
     if kernel == HOPPER_SPARSE_KERNEL and refusal:
         raise UnsupportedError(

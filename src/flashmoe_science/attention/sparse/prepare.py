@@ -8,7 +8,7 @@ from ...gpu.signature import Argument, Pointer, PreparedKernel, Scalar, kernel_s
 from .arguments import SparseCall, SparseTile
 from .gluon_sm90 import _sparse_sm90_kernel
 from .plan import HOPPER_SPARSE_KERNEL, MERGE_COLUMNS, MERGE_SPLITS, MERGE_WARPS, SparsePlan
-from .problem import SparseProblem, alignment_of
+from .problem import SparseProblem
 from .rows_triton import _merge_sparse_kernel, _sparse_kernel
 
 _MAX_REGISTERS = 255  # all that a thread can have
@@ -33,7 +33,8 @@ def _attend(plan: SparsePlan, grid: tuple[int, int, int]) -> PreparedKernel:
     call = _call(p)
     q, (page, row) = p.q_strides, p.kv_strides
     arguments = {
-        **{f"{name}_ptr": Pointer(p.dtype, aligned=p.pointer_alignment >= 16) for name in ("q", "kv")},
+        "q_ptr": Pointer(p.dtype, aligned=p.pointer_alignment >= 16),
+        **_cache(plan),
         "indices_ptr": Pointer("i32"),
         "page_table_ptr": Pointer("i32") if p.page_size else None,
         **_outputs(plan),
@@ -63,6 +64,18 @@ def _attend(plan: SparsePlan, grid: tuple[int, int, int]) -> PreparedKernel:
     }  # fmt: skip
     function = _sparse_sm90_kernel if plan.kernel == HOPPER_SPARSE_KERNEL else _sparse_kernel
     return _prepare(function, plan, grid, arguments, constants, config.num_warps, config.num_stages)
+
+
+def _cache(plan: SparsePlan) -> dict[str, Argument]:
+    """Return where the cache lies: in fp8 one address, as three dtypes."""
+    p = plan.problem
+    if p.is_fp8:
+        kinds = {"kv_ptr": "fp8e4nv", "scales_ptr": "fp32", "rotated_ptr": "bf16"}
+        return {name: Pointer(kind, "kv_ptr", aligned=True) for name, kind in kinds.items()}
+    found: dict[str, Argument] = {"kv_ptr": Pointer(p.dtype, aligned=p.pointer_alignment >= 16)}
+    if plan.kernel == HOPPER_SPARSE_KERNEL:
+        return found
+    return {**found, "scales_ptr": None, "rotated_ptr": None}
 
 
 def _merge(plan: SparsePlan, grid: tuple[int, int, int]) -> PreparedKernel:
@@ -101,13 +114,13 @@ def _output_alignment(problem: SparseProblem) -> int:
 
 def _call(p: SparseProblem) -> SparseCall:
     page, row = p.kv_strides
-    align = alignment_of(p, p.kv_strides)
+    align = p.cache_alignment
     reach = p.pages * abs(page) + p.page_size * abs(row) if p.page_size else p.capacity * abs(row)
     return SparseCall(
         HEADS=p.heads,
         DV=p.head_dim_v,
         REST=p.rest,
-        ALIGN_Q=alignment_of(p, p.q_strides[:3]),
+        ALIGN_Q=p.q_alignment,
         ALIGN=align,
         ALIGN_O=_output_alignment(p),
         PAGE_SIZE=p.page_size,

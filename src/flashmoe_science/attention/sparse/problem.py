@@ -8,13 +8,18 @@ from dataclasses import dataclass
 from ...errors import InputError
 from ..problem import ITEM_BYTES, LARGEST_SCALE, LOG2_E, MAX_SPLITS, Strides, dense_strides, output_strides
 
+# A row of a cache in fp8, in order: columns of e4m3, an fp32 scale for each SCALED_COLUMNS of them, columns of bf16.
+FP8_COLUMNS, SCALED_COLUMNS, ROTATED_COLUMNS = 512, 128, 64
+FP8_ROW_BYTES = FP8_COLUMNS + 4 * (FP8_COLUMNS // SCALED_COLUMNS) + 2 * ROTATED_COLUMNS
+ROW_ALIGNMENT = 16  # bytes of which the start of a row in fp8 is a multiple, so that its scales are aligned
+
 
 @dataclass(frozen=True, slots=True)
 class SparseProblem:
     """Sizes, dtype and memory layout of one call of ``sparse_mla``.
 
-    Strides are in elements: of q ``[B, H, Sq, D]``, of the cache ``[PAGES, PAGE_SIZE, D]``; without a page table a page
-    is the cache of one sequence.
+    Strides are in elements: of q ``[B, H, Sq, D]``, of the cache ``[PAGES, PAGE_SIZE, D]``, of a cache in fp8 in bytes;
+    without a page table a page is the cache of one sequence.
     """
 
     batch: int
@@ -27,6 +32,7 @@ class SparseProblem:
     dtype: str  # "fp16", "bf16" or "fp32"
     page_size: int = 0  # 0: no page table
     pages: int = 0  # in the cache; without a page table its sequences
+    is_fp8: bool = False  # rows of the cache have FP8_ROW_BYTES bytes, and q is in dtype
     sinks: str = ""  # dtype of one logit a head; "": none
     softmax_scale: float | None = None
     num_splits: int = 0  # 0: the plan chooses
@@ -52,13 +58,17 @@ class SparseProblem:
             raise InputError(f"softmax_scale must be {allowed}, got {self.softmax_scale}")
         if not 0 <= self.num_splits <= MAX_SPLITS:
             raise InputError(f"num_splits must be 0 (the plan chooses) to {MAX_SPLITS}, got {self.num_splits}")
+        if self.is_fp8 and (self.head_dim, self.head_dim_v) != (FP8_COLUMNS + ROTATED_COLUMNS, FP8_COLUMNS):
+            expected = f"D {FP8_COLUMNS + ROTATED_COLUMNS} and DV {FP8_COLUMNS}"
+            raise InputError(f"a cache in fp8 must have {expected}, got {self.head_dim} and {self.head_dim_v}")
         length = self.page_size or self.capacity
+        row = FP8_ROW_BYTES if self.is_fp8 else self.head_dim
         table = -(-self.capacity // length) if length else 0
         defaults = {
             "pages": self.batch * table,
             "table_stride": table if self.page_size else 0,
             "q_strides": dense_strides(self.batch, self.heads, self.seqlen_q, self.head_dim),
-            "kv_strides": (length * self.head_dim, self.head_dim),
+            "kv_strides": (length * row, row),
             "index_strides": (self.seqlen_q * self.top_k, self.top_k),
         }
         for name, value in defaults.items():
@@ -82,8 +92,23 @@ class SparseProblem:
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one element of q, the cache and o."""
+        """Bytes of one element of q and o."""
         return ITEM_BYTES[self.dtype]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of the cache."""
+        return FP8_ROW_BYTES if self.is_fp8 else self.head_dim * self.item_bytes
+
+    @property
+    def cache_alignment(self) -> int:
+        """Elements of the cache, of one in fp8 bytes, of which the start of every row is a multiple."""
+        return ROW_ALIGNMENT if self.is_fp8 else _alignment_of(self, self.kv_strides)
+
+    @property
+    def q_alignment(self) -> int:
+        """Elements of q of which the start of every row is a multiple."""
+        return _alignment_of(self, self.q_strides[:3])
 
     @property
     def output_strides(self) -> Strides:
@@ -93,7 +118,7 @@ class SparseProblem:
     @property
     def kv_bytes(self) -> float:
         """Bytes of the rows that indices name, each query's once."""
-        return float(self.batch * self.seqlen_q * self.top_k * self.head_dim * self.item_bytes)
+        return float(self.batch * self.seqlen_q * self.top_k * self.row_bytes)
 
     @property
     def flops(self) -> float:
@@ -104,6 +129,7 @@ class SparseProblem:
         """Return a short name, e.g. ``b8_h16_s1_32768_top2048_d576_512_bf16_page64``."""
         words = [f"b{self.batch}", f"h{self.heads}", f"s{self.seqlen_q}_{self.capacity}", f"top{self.top_k}"]
         words += [f"d{self.head_dim}_{self.head_dim_v}", self.dtype]
+        words += ["fp8"] if self.is_fp8 else []
         words += [f"page{self.page_size}"] if self.page_size else []
         words += ["sinks"] if self.sinks else []
         words += [f"splits{self.num_splits}"] if self.num_splits else []
@@ -111,7 +137,7 @@ class SparseProblem:
         return "_".join(words)
 
 
-def alignment_of(problem: SparseProblem, strides: tuple[int, ...]) -> int:
+def _alignment_of(problem: SparseProblem, strides: tuple[int, ...]) -> int:
     """Return the largest power of two, in elements, of which every row is a multiple: 16 bytes at the most."""
     bytes_ = problem.pointer_alignment
     for stride in strides:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...gpu.ambient import without_autocast
+from .fp8_rows import unpack_rows
 from .problem import SparseProblem
 
 
@@ -33,7 +34,7 @@ def sparse_attention(
     sinks = tensors["sinks"].to(dtype)[:, None] if p.sinks else None  # [H, 1]
     for b in range(p.batch if o.numel() else 0):
         for token in range(p.seqlen_q):
-            rows = rows_of(problem, tensors, b, token).to(dtype)  # [N, D]
+            rows = rows_of(problem, tensors, b, token, dtype)  # [N, D]
             scores = q[b, :, token].to(dtype) @ rows.T * p.scale  # [H, N]
             with_sink = scores if sinks is None else torch.cat((scores, sinks), 1)
             if not with_sink.shape[1]:
@@ -47,11 +48,13 @@ def sparse_attention(
     return o, lse
 
 
-def rows_of(problem: SparseProblem, tensors: Mapping[str, Tensor], b: int, token: int) -> Tensor:
+def rows_of(problem: SparseProblem, tensors: Mapping[str, Tensor], b: int, token: int, dtype: torch.dtype) -> Tensor:
     """Return the rows ``[N, D]`` of the cache that one query sees, in the order of its indices."""
     indices, cache = tensors["indices"][b, token].long(), tensors["kv_cache"]
     indices = indices[(indices >= 0) & (indices < problem.capacity)]
-    if not problem.page_size:
-        return cache[b, indices, 0]
-    pages = tensors["page_table"][b, indices // problem.page_size].long()
-    return cache[pages, indices % problem.page_size, 0]
+    if problem.page_size:
+        pages = tensors["page_table"][b, indices // problem.page_size].long()
+        rows = cache[pages, indices % problem.page_size, 0]
+    else:
+        rows = cache[b, indices, 0]
+    return unpack_rows(rows, dtype) if problem.is_fp8 else rows.to(dtype)

@@ -2,7 +2,8 @@
 
 One program owns ``BLOCK_M`` heads of one query and a share of its indices, ``BLOCK_N`` at a time: it gathers those rows
 of the cache once, and uses them as keys and, less their last columns, as values. A second kernel merges the shares, in
-a fixed order and without atomics.
+a fixed order and without atomics. Columns in fp8 are multiplied by their scales in fp32 (sm_89 and newer), and rounded
+to the dtype of q.
 
 Source: DeepSeek-V3.2 (DeepSeek-AI, 2025) for the attention, Flash-Decoding (Dao et al., 2023) for the shares.
 Ours: the row of an index is found one tile ahead of its use, so that no address waits for a load.
@@ -43,6 +44,16 @@ def _find_rows(indices, table, at, stop, sizes, strides, CALL: tl.constexpr):
 
 
 @triton.jit
+def _load_fp8(base, scales, rows, is_there, DV: tl.constexpr, BLOCK_N: tl.constexpr, dtype: tl.constexpr):
+    """Return columns of values of rows in fp8, times their scales; ``rows`` are in units of 16 bytes."""
+    group, column = tl.arange(0, DV // 128), tl.arange(0, 128)
+    places = (rows * 16)[:, None, None] + (group[:, None] * 128 + column[None, :])[None, :, :]
+    stored = tl.load(base + places, mask=is_there[:, None, None], other=0.0)  # [BLOCK_N, DV / 128, 128]
+    scale = tl.load(scales + (rows * 4 + DV // 4)[:, None] + group[None, :], mask=is_there[:, None], other=0.0)
+    return tl.reshape((stored.to(tl.float32) * scale[:, :, None]).to(dtype), [BLOCK_N, DV])
+
+
+@triton.jit
 def _add_sink(sink, l, m):
     """Add a row with this score and a value of 0; return the factor on the output, the sum and the maximum."""
     sink = sink.to(tl.float32) * LOG2_E
@@ -56,6 +67,8 @@ def _add_sink(sink, l, m):
 def _sparse_kernel(
     q_ptr,  # [B, H, Sq, D]
     kv_ptr,  # [PAGES, PAGE_SIZE, D]; without a page table a page is the cache of one sequence
+    scales_ptr,  # the same memory as fp32 where kv_ptr has rows in fp8, and ALIGN is 16 bytes; else None
+    rotated_ptr,  # the same as bf16
     indices_ptr,  # [B, Sq, K] int32
     page_table_ptr,  # [B, P] int32, or None
     sinks_ptr,  # [H], or None
@@ -75,6 +88,7 @@ def _sparse_kernel(
     """Attend BLOCK_M heads of one query to one split of its indices. Grid: (TILES_M * splits * Sq * B,)."""
     # Shapes: Triton 3.6 takes names of constants in lists, not fields of groups.
     BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
     DV: tl.constexpr = CALL.DV
     pid = tl.program_id(0)
     tile = pid % TILE.TILES_M
@@ -91,11 +105,14 @@ def _sparse_kernel(
     begin = split * sizes.each
     stop = tl.minimum(begin + sizes.each, sizes.top_k)
     indices = indices_ptr + b.to(tl.int64) * strides.ib + token.to(tl.int64) * strides.im
-    table, base = indices, kv_ptr
+    table, base, scales, rotated = indices, kv_ptr, scales_ptr, rotated_ptr
     if CALL.PAGE_SIZE > 0:
         table = page_table_ptr + b.to(tl.int64) * strides.tb
     else:
         base += b.to(tl.int64) * strides.page * CALL.ALIGN
+        if scales_ptr is not None:
+            scales += b.to(tl.int64) * strides.page * 4
+            rotated += b.to(tl.int64) * strides.page * 8
     rows = _find_rows(indices, table, begin + offs_n, stop, sizes, strides, CALL)
 
     q_rows = q_ptr + (b.to(tl.int64) * q_strides.b + head.to(tl.int64) * q_strides.h) * CALL.ALIGN_Q
@@ -112,10 +129,17 @@ def _sparse_kernel(
     for start in tl.range(begin, stop, TILE.BLOCK_N, num_stages=TILE.NUM_STAGES):
         is_there = rows >= 0
         ptrs = base + (rows.to(tl.int64) * CALL.ALIGN)[:, None]
-        kv = tl.load(ptrs + offs_dv[None, :], mask=is_there[:, None], other=0.0)  # [BLOCK_N, DV]
+        if scales_ptr is None:
+            kv = tl.load(ptrs + offs_dv[None, :], mask=is_there[:, None], other=0.0)  # [BLOCK_N, DV]
+        else:
+            kv = _load_fp8(base, scales, rows.to(tl.int64), is_there, CALL.DV, TILE.BLOCK_N, dtype)
+            # Rotated columns lie behind DV bytes and an fp32 scale for each 128; their own numbers begin at DV.
+            ptrs = rotated + (rows.to(tl.int64) * 8 + (CALL.DV + CALL.DV // 32) // 2 - CALL.DV)[:, None]
         s = tl.dot(q, tl.trans(kv))  # [BLOCK_M, BLOCK_N]
         if CALL.REST > 0:
             rest = tl.load(ptrs + offs_rest[None, :], mask=is_there[:, None], other=0.0)  # [BLOCK_N, REST]
+            if scales_ptr is not None:
+                rest = rest.to(dtype)
             s = tl.dot(q_rest, tl.trans(rest), s)
         rows = _find_rows(indices, table, start + TILE.BLOCK_N + offs_n, stop, sizes, strides, CALL)
         s = tl.where(is_there[None, :], s * scale, -float("inf"))

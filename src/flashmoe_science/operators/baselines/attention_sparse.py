@@ -7,19 +7,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
 
+from ...attention.sparse.fp8_rows import unpack_mla_rows
 from ...attention.sparse.problem import SparseProblem
 from .base import Baseline, Call, Inputs, MemoryCopy, by_name
 
 
 def gathered_rows(problem: SparseProblem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows ``[B, Sq, K, D]`` of all indices, and whether each is there ``[B, Sq, K]``."""
+    """Return the rows ``[B, Sq, K, D]`` of all indices, in the dtype of q, and whether each is there ``[B, Sq, K]``."""
     p, indices = problem, inputs["indices"].long()
     is_there, at = indices >= 0, indices.clamp_min(0)
     b = torch.arange(p.batch, device=at.device)[:, None, None]
-    if not p.page_size:
-        return inputs["kv_cache"][b, at, 0], is_there
-    pages = inputs["page_table"][b, at // p.page_size].long()
-    return inputs["kv_cache"][pages, at % p.page_size, 0], is_there
+    if p.page_size:
+        pages = inputs["page_table"][b, at // p.page_size].long()
+        rows = inputs["kv_cache"][pages, at % p.page_size, 0]
+    else:
+        rows = inputs["kv_cache"][b, at, 0]
+    return (unpack_mla_rows(rows, inputs["q"].dtype) if p.is_fp8 else rows), is_there
 
 
 class Gather(Baseline):
@@ -60,6 +63,7 @@ class Dense(Baseline):
 
         def call() -> torch.Tensor:
             indices, kv = inputs["indices"].long(), inputs["kv_cache"][:, :, 0]
+            kv = unpack_mla_rows(kv, inputs["q"].dtype) if p.is_fp8 else kv
             # One column more takes what is no index.
             mask = torch.full((p.batch, p.seqlen_q, p.capacity + 1), -torch.inf, dtype=kv.dtype, device=kv.device)
             mask.scatter_(2, torch.where(indices < 0, p.capacity, indices), 0.0)
