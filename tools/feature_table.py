@@ -148,7 +148,6 @@ SPARSE_FEATURES: dict[str, dict[str, Any]] = {
     "`sparse_mla`, fp8": {"page_size": 64, "is_fp8": True},
     "`sparse_mla`, D 512, DV 512": {"head_dim": 512},
     "`sparse_mla`, D 192, DV 128": {"head_dim": 192, "head_dim_v": 128},
-    "`sparse_mla`, DV no power of two": {"head_dim": 576, "head_dim_v": 448},
 }
 MERGE_FEATURES: dict[str, dict[str, Any]] = {
     "`merge_attention_states`": {"columns": 128},

@@ -148,11 +148,11 @@ def flash_attention_with_kv_cache(
         UnsupportedError: no kernel serves this call, an input requires grad while gradients are recorded, or one has a
             forward-mode tangent.
 
-    Numerics: those of ``flash_attention``. Keys and values of fp8 are exact; beside q of 16 bits products are of fp16,
-    and scales are applied to scores and to P in fp32. Results are bitwise reproducible:
-    splits merge in fp32 in a fixed order. CPU tensors run ``cache_reference``. Unchecked, a length on a GPU is cut to
-    what the cache holds, and a page that does not exist is read where it would be, or by ``decode_gluon_sm90`` as
-    zeros; its scales are read where they would be.
+    Numerics: those of ``flash_attention``. Keys and values of fp8 are exact. Beside q of 16 bits products are of fp16,
+    and scales are applied to scores and to P in fp32; scores above 2**24 may give infinity. Results are bitwise
+    reproducible: splits merge in fp32 in a fixed order. CPU tensors run ``cache_reference``. Unchecked, a length on a
+    GPU is cut to what the cache holds, and a page that does not exist is read where it would be, or by
+    ``decode_gluon_sm90`` as zeros; its scales are read where they would be.
     """
     refuse_context_parallel()
     call = describe_cache_call(

@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...gpu.gluon_sm90 import make_barriers, make_tiles, wait_for_kernel_before
 from ...gpu.gluon_versions import barrier, tma_load
 from ..kernel_arguments import KVSplits, LatentSizes, NewStrides, PageStrides
+from .fp8_primitives import SPLIT_PAIRS
 from .primitives_sm90 import (
     COLUMNS,
     KEYS,
@@ -45,21 +46,13 @@ _PART = gl.constexpr(64)  # pairs that are multiplied at once: 128 bytes of a ro
 _HEADROOM = gl.constexpr(14.0)  # log2 of the largest P: small ones are not subnormal
 _LEAST = gl.constexpr(2.0**-80)  # of a scale, as a row's maximum counts it: P itself stays finite
 _OF_QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-_SPLIT: gl.constexpr = gl.constexpr("""{
-    .reg .b32 bytes;
-    .reg .b16 even, odd;
-    prmt.b32 bytes, $2, 0, 0x3120;
-    mov.b32 {even, odd}, bytes;
-    cvt.rn.f16x2.e4m3x2 $0, even;
-    cvt.rn.f16x2.e4m3x2 $1, odd;
-}""")
 
 
 @gluon.jit
 def _even_and_odd(pairs, layout: gl.constexpr):
     """Return the even and the odd columns of a tile in shared memory, whose pairs are numbers of 16 bits."""
     x = pairs.load(layout).to(gl.int16, bitcast=True)
-    return gl.inline_asm_elementwise(_SPLIT, "=r,=r,r", [x], dtype=(gl.float16, gl.float16), is_pure=True, pack=2)
+    return gl.inline_asm_elementwise(SPLIT_PAIRS, "=r,=r,r", [x], dtype=(gl.float16, gl.float16), is_pure=True, pack=2)
 
 
 @gluon.jit

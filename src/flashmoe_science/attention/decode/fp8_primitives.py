@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 
 HEADROOM: tl.constexpr = tl.constexpr(14.0)  # log2 of the largest P
-_SPLIT: tl.constexpr = tl.constexpr("""{
+# Two pairs of e4m3 become two numbers of fp16 from their even places, and two from their odd ones.
+SPLIT_PAIRS: tl.constexpr = tl.constexpr("""{
     .reg .b32 bytes;
     .reg .b16 even, odd;
     prmt.b32 bytes, $2, 0, 0x3120;
@@ -85,7 +86,7 @@ def load_columns(ptrs, mask, dtype: tl.constexpr, PAIRS: tl.constexpr, HAS_PTX: 
         x = tl.load(ptrs, mask=mask, other=0)
         if HAS_PTX:
             return tl.inline_asm_elementwise(
-                _SPLIT, "=r,=r,r", [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+                SPLIT_PAIRS, "=r,=r,r", [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
             )
         else:  # noqa: RET505 - likewise
             even, odd = (x & 255).to(tl.uint8), ((x >> 8) & 255).to(tl.uint8)
