@@ -1,7 +1,8 @@
-"""What tests of attention share: a child process that runs kernels in Triton's interpreter."""
+"""What tests of attention share: a child process that runs kernels in Triton's interpreter, and plans with shares."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -36,3 +37,23 @@ def interpreted():
 
     yield check
     child.communicate(timeout=30)
+
+
+@pytest.fixture
+def share(monkeypatch):
+    """Return a function that lets programs share the heads of a group, and walk over some of theirs together."""
+    from flashmoe_science.attention.backward import autograd, plan as backward_plan
+    from flashmoe_science.attention.backward.plan_sm90 import hopper_backward_config
+
+    def share(shares: int, together: int, in_turns: int = 16) -> None:
+        def config(problem, gpu):
+            return dataclasses.replace(
+                hopper_backward_config(problem, gpu), programs=gpu.sms, shares=shares, heads_together=together,
+                heads_per_group=in_turns,
+            )  # fmt: skip
+
+        monkeypatch.setattr(backward_plan, "hopper_backward_config", config)
+        autograd._prepared.clear()
+
+    yield share
+    autograd._prepared.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 from flashmoe_science.attention.backward import prepass_triton
 from flashmoe_science.attention.backward.plan import plan_backward
-from flashmoe_science.attention.backward.plan_sm90 import HopperBackwardConfig
+from flashmoe_science.attention.backward.plan_sm90 import HopperBackwardConfig, hopper_backward_columns
 from flashmoe_science.attention.backward.prepare_sm90 import prepare_hopper_backward, scratch_sizes
 from flashmoe_science.attention.backward.problem import BackwardProblem
 from flashmoe_science.attention.forward.prepare import interpret
@@ -25,7 +26,10 @@ HEADS, HEADS_KV = 3, 1
 class Packed:
     """Random lengths of packed sequences, some of them 0, with tokens in none before and behind them."""
 
-    def __init__(self, seed: int, head_dim: int, batch: int, window: tuple[int, int], longest: int, *, used: bool):
+    def __init__(
+        self, seed: int, head_dim: int, batch: int, window: tuple[int, int], longest: int, *, used: bool = False,
+        shares: int = 1,
+    ):  # fmt: skip
         self.draw, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
         self.batch, self.head_dim, self.window = batch, head_dim, window
         self.lengths, self.starts, self.seqused = {}, {}, {}
@@ -46,7 +50,9 @@ class Packed:
         )  # fmt: skip
         plan = plan_backward(BackwardProblem(p, has_dlse=True, wants_sinks=True), SPECS["H200"], "backward_gluon_sm90")
         assert isinstance(plan.config, HopperBackwardConfig)
-        self.config, self.sizes = plan.config, scratch_sizes(plan.problem, plan.config, self.tokens)
+        self.problem, self.config = plan.problem, dataclasses.replace(plan.config, shares=shares)
+        plan = dataclasses.replace(plan, config=self.config)
+        self.sizes = scratch_sizes(self.problem, self.config, self.tokens)
         self.kernels = {kernel.source.name: kernel for kernel in prepare_hopper_backward(plan, self.tokens)}
 
     def run(self, name: str, *tensors: torch.Tensor, sides: str = "qk") -> None:
@@ -72,7 +78,7 @@ def check_order(case: Packed) -> None:
     expected, end = [], 0
     for b in sorted(range(case.batch), key=lambda b: (-case.lengths["k"][b], b)):
         first, tiles = case.key_tiles(b)
-        end += (tiles - first) * HEADS_KV
+        end += (tiles - first) * HEADS_KV * case.config.shares
         lengths = [case.lengths[side][b] for side in "qk"]
         ends = [case.starts[side][b] + case.lengths[side][b] for side in "qk"]
         expected.append([end, tiles - first, *lengths, *ends, case.starts["q"][b] // case.config.block_m + b])
@@ -136,8 +142,8 @@ def check_statistics(case: Packed) -> torch.Tensor:
 def check_finish(case: Packed, semaphores: torch.Tensor) -> None:
     """Check dQ of every row; no row of another sequence is written."""
     m = case.config.block_m
-    acc = torch.full((case.sizes["acc"],), math.nan).view(semaphores.numel() // HEADS // case.config.writers, HEADS, -1)
-    columns = acc.shape[2] // m
+    columns = hopper_backward_columns(case.problem)[0]
+    acc = torch.full((case.sizes["acc"],), math.nan).view(-1, HEADS, m * columns)
     dq = torch.full((case.tokens[0], HEADS, case.head_dim), math.nan, dtype=torch.float16)
     expected = dq.clone()
     for number, rows in query_tiles(case):
@@ -157,12 +163,14 @@ if __name__ == "__main__":
     # The instruction that waits for the kernel before is none to the interpreter.
     vars(prepass_triton)["gdc_wait"] = lambda: None
     cases = (
-        Packed(0, 64, 5, (-1, -1), 200, used=False),
-        Packed(1, 128, 1, (70, 0), 300, used=False),
-        Packed(2, 64, 7, (0, 9), 200, used=False),
+        Packed(0, 64, 5, (-1, -1), 200),
+        Packed(1, 128, 1, (70, 0), 300),
+        Packed(2, 64, 7, (0, 9), 200),
         Packed(3, 192, 3, (-1, 0), 200, used=True),
-        Packed(4, 256, 2, (0, -1), 200, used=False),
-        Packed(5, 64, 70, (50, 50), 5, used=False),  # more than one program orders
+        Packed(4, 256, 2, (0, -1), 200),
+        Packed(5, 64, 70, (50, 50), 5),  # more than one program orders
+        Packed(6, 128, 3, (-1, 0), 300, shares=3),
+        Packed(7, 64, 2, (-1, 0), 200, shares=3),
     )
     for case in cases:
         check_order(case)

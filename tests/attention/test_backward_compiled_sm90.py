@@ -111,7 +111,29 @@ def test_kernels_for_packed_sequences_compile(head_dim, head_dim_v, dtype, causa
 )
 def test_kernels_that_share_groups_compile(head_dim, head_dim_v, dtype, heads, tmp_path):
     """Sums of other programs are added behind the loops, which stay as they are."""
-    check_compiled(head_dim, head_dim_v, dtype, True, (-1, -1), heads, tmp_path, batch=1)
+    check_compiled(head_dim, head_dim_v, dtype, True, (-1, -1), heads, tmp_path, batch=1, shared=True)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "dtype", "heads"),
+    all_but(
+        [
+            (128, 128, "bf16", (16, 1)),
+            (128, 128, "bf16", (7, 1)),
+            (128, 128, "fp16", (8, 1)),
+            (128, 128, "bf16", (32, 2)),
+            (64, 64, "bf16", (16, 1)),
+            (104, 40, "bf16", (16, 1)),
+        ],
+        "(128, 128, 'bf16', (16, 1))",
+    ),
+)
+def test_kernels_that_share_groups_of_packed_sequences_compile(head_dim, head_dim_v, dtype, heads, tmp_path):
+    """Four heads of a share together, one, and eight; which sums they add to is read behind the loops."""
+    check_compiled(
+        head_dim, head_dim_v, dtype, True, (-1, -1), heads, tmp_path, packed=True, batch=27, shared=True,
+        seqlen_q=4096, seqlen_k=4096,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -146,7 +168,10 @@ def test_kernels_with_alibi_compile(dims, dtype, mask, packed, tmp_path):
     check_compiled(dims[0], dims[1], dtype, is_causal, window, (8, 4), tmp_path, packed=packed, alibi="fp32")
 
 
-def check_compiled(head_dim, head_dim_v, dtype, causal, window, heads, tmp_path, *, packed=False, alibi="", batch=64):
+def check_compiled(
+    head_dim, head_dim_v, dtype, causal, window, heads, tmp_path, *, packed=False, alibi="", batch=64, shared=False,
+    **lengths,
+):  # fmt: skip
     import triton
 
     from flashmoe_science.attention.backward.gluon_sm90 import FREE
@@ -154,9 +179,10 @@ def check_compiled(head_dim, head_dim_v, dtype, causal, window, heads, tmp_path,
     plan = plan_of(
         head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, causal=causal, window=window, asked={"has_dlse": True},
         heads=heads[0], heads_kv=heads[1], packed=packed, alibi=alibi, batch=batch, kernel="backward_gluon_sm90",
+        **lengths,
     )  # fmt: skip
     assert isinstance(plan.config, HopperBackwardConfig)
-    assert (plan.config.shares > 1) == (batch == 1)
+    assert (plan.config.shares > 1) == shared
     *first, before, main, after = prepare_backward_kernels(plan)
     for kernel, promised in zip((*first, before, main, after), plan.launches, strict=True):
         compiled = compile_kernel(kernel.source, 90)

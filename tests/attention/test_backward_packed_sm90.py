@@ -106,9 +106,115 @@ def test_maps_of_packed_sequences_end_where_a_sequence_does():
 )
 def test_packed_sequences_take_whole_groups(change, found):
     """Of up to eight heads, however long the longest is; and of 128 columns, two K/V heads at a time when causal."""
-    config = plan_of(packed=True, **change).config
+    config = plan_of(**{"packed": True, "batch": 64, **change}).config
     assert isinstance(config, HopperBackwardConfig)
     assert (config.heads_together, config.heads_per_group) == found
+
+
+# Query and K/V heads, sequences, the longest, head size; shares and heads together on an H200, and on an H100.
+SHARED: dict[tuple[int, int, int, int, int], tuple[tuple[int, int], tuple[int, int]]] = {
+    (16, 1, 27, 4096, 128): ((4, 4), (4, 4)),
+    (16, 1, 64, 4096, 128): ((2, 8), (1, 8)),
+    (16, 1, 8, 4096, 64): ((8, 2), (8, 2)),
+    (16, 1, 2, 4096, 128): ((8, 2), (8, 2)),
+    (16, 1, 27, 100, 128): ((1, 8), (1, 8)),
+    (8, 1, 27, 4096, 128): ((2, 4), (2, 4)),
+    (8, 1, 8, 4096, 128): ((8, 1), (8, 1)),
+    (8, 1, 64, 4096, 128): ((1, 8), (1, 8)),
+    (7, 1, 27, 4096, 128): ((7, 1), (7, 1)),
+    (7, 1, 34, 4096, 128): ((1, 7), (1, 7)),
+    (7, 1, 27, 1280, 128): ((1, 7), (1, 7)),
+    (4, 1, 27, 1280, 128): ((2, 2), (2, 2)),
+    (16, 2, 27, 4096, 128): ((1, 8), (1, 8)),
+    (16, 2, 8, 4096, 128): ((4, 2), (4, 2)),
+    (32, 2, 27, 4096, 128): ((2, 8), (1, 8)),
+    (96, 8, 64, 4096, 64): ((2, 6), (1, 6)),
+    (32, 8, 10, 16384, 128): ((1, 4), (1, 4)),
+    (11, 1, 64, 4096, 128): ((1, 1), (1, 1)),
+}
+
+
+@pytest.mark.parametrize("sizes", SHARED, ids=str)
+def test_programs_share_groups_of_packed_sequences(sizes):
+    """Where one K/V head has few key tiles, and where a group is walked over twice; kernels are told so."""
+    heads, heads_kv, batch, longest, head_dim = sizes
+    change = {"heads": heads, "heads_kv": heads_kv, "batch": batch, "seqlen_q": longest, "seqlen_k": longest}
+    for gpu, expected in zip(("H200", "H100"), SHARED[sizes], strict=True):
+        plan = plan_of(packed=True, gpu=gpu, **change, head_dim=head_dim, head_dim_v=head_dim)
+        config = plan.config
+        assert isinstance(config, HopperBackwardConfig)
+        assert (config.shares, config.heads_together) == expected
+        assert ("share the heads" in plan.reason) == (config.shares > 1)
+        tokens = 9999, 9999
+        kernels = {kernel.source.name: kernel for kernel in prepare_hopper_backward(plan, tokens)}
+        order, main = kernels["_order_key_tiles_kernel"], kernels["_backward_sm90_kernel"]
+        constants = dict(main.source.constants)
+        assert heads // heads_kv // config.shares == constants["CALL"].GROUP
+        assert constants["shares.COUNT"] == config.shares
+        assert scalars_of(order)["heads_kv"] == scalars_of(main)["sizes.heads_total"] == heads_kv * config.shares
+        assert scalars_of(main)["sizes.heads_kv"] == heads_kv * config.shares
+        sizes_of = scratch_sizes(plan.problem, config, tokens)
+        query_tiles = heads * (tokens[0] // config.block_m + batch)
+        key_tiles = heads_kv * (tokens[1] // config.keys + batch)
+        if config.shares > 1:
+            assert sizes_of["shares"] == key_tiles * config.keys * 2 * head_dim
+            assert sizes_of["dq_semaphore"] == 2 * query_tiles + 1 > query_tiles + key_tiles
+        else:
+            assert "shares" not in sizes_of
+            assert sizes_of["dq_semaphore"] == query_tiles + 1
+
+
+def scalars_of(kernel: Any) -> dict[str, int]:
+    """Return the numbers that a kernel is given, by name."""
+    names = [name for name, kind in kernel.source.signature if not kind.startswith(("*", "tensordesc"))]
+    return dict(zip(names, kernel.scalars, strict=True))
+
+
+@pytest.mark.parametrize("tokens", [(9999, 9999), (100, 90_000), (1, 900_000)], ids=str)
+def test_shares_of_packed_sequences_have_counters_of_their_own(tokens):
+    """One of each key tile, behind those of query tiles, also where there are many more keys than queries."""
+    plan = plan_of(packed=True, heads=16, heads_kv=1, batch=3, seqlen_q=4096, seqlen_k=4096)
+    assert isinstance(plan.config, HopperBackwardConfig)
+    assert plan.config.shares > 1
+    sizes = scratch_sizes(plan.problem, plan.config, tokens)
+    before = next(k for k in prepare_hopper_backward(plan, tokens) if k.source.name == "_prepare_backward_kernel")
+    query_tiles, key_tiles = 16 * (tokens[0] // 64 + 3), tokens[1] // 128 + 3
+    each = dict(before.source.constants)["WRITERS"]
+    assert before.grid == (query_tiles, 1, 1)
+    assert sizes["dq_semaphore"] == each * query_tiles + 1 >= query_tiles + 1 + key_tiles
+    assert each & (each - 1) == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"causal": False}, {"window": (100, -1)}, {"softcap": 9.0}, {"alibi": "fp32"}, {"seqused": "k"},
+        {"seqlen_k": 8193}, {"head_dim": 192}, {"heads": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_other_packed_calls_share_no_groups(change):
+    """No count of steps says that it gains there, or key tiles are not bounded by tokens."""
+    usual: dict[str, Any] = {
+        "packed": True, "heads": 16, "heads_kv": 1, "batch": 27, "seqlen_q": 4096, "seqlen_k": 4096
+    }  # fmt: skip
+    config = plan_of(**{**usual, **change}).config
+    assert isinstance(config, HopperBackwardConfig)
+    assert config.shares == 1
+    assert plan_of(**usual).config.shares == 4  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("sizes", [(16, 2, 14, 4096), (32, 2, 8, 2048), (28, 4, 8, 4096)], ids=str)
+def test_a_part_of_the_heads_of_packed_sequences_is_summed_in_the_order_of_the_whole(sizes):
+    heads, heads_kv, batch, longest = sizes
+    orders = []
+    for parts in (1, 2):
+        change = {"heads": heads // parts, "heads_kv": heads_kv // parts, "seqlen_q": longest, "seqlen_k": longest}
+        config = plan_of(packed=True, batch=batch, **change, asked={"head_parts": parts}).config
+        assert isinstance(config, HopperBackwardConfig)
+        orders.append((config.shares, config.heads_together))
+    assert orders[0] == orders[1]
+    assert orders[0][0] > 1
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from flashmoe_science import flash_attention, flash_attention_varlen
+from flashmoe_science import explain_varlen_gradients, flash_attention, flash_attention_varlen
 from flashmoe_science.attention.backward.autograd import attention_gradients
 
 from .cases import VarlenCase
@@ -162,7 +162,11 @@ def test_sinks(name, dims, sinks):
 def test_what_neighbours_hold_does_not_matter(dims, causal):
     """All that belongs to the other sequences is NaN: the bits of a sequence stay."""
     lengths = ((100, 77, 300, 129, 64), (100, 200, 301, 63, 640))
-    case = VarlenCase(lengths[0], lengths[1], 4, 2, dims[0], dims[1], "bf16", causal, why="neighbours")
+    check_neighbours(VarlenCase(lengths[0], lengths[1], 4, 2, dims[0], dims[1], "bf16", causal, why="neighbours"))
+
+
+def check_neighbours(case: VarlenCase) -> None:
+    """Compare each of five sequences with a call in which all else is NaN."""
     inputs, options = make_packed(case, "cuda"), make_features(case, "cuda")
     asked, _, _ = ask_for_gradients(
         flash_attention_varlen, inputs, options, kernel="backward_gluon_sm90", through_lse=False
@@ -210,14 +214,16 @@ def test_a_thousand_repeats(dims, causal):
 
 
 @pytest.mark.unpoisoned
+@pytest.mark.parametrize(("heads", "shares"), [(4, 1), (16, 4)])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_graph_replays_with_other_lengths(head_dim):
+def test_a_graph_replays_with_other_lengths(share, head_dim, heads, shares):
     """Captured with the longest, replayed with others in the same tensors, empty sequences among them."""
     tokens = 2048
+    share(shares, 2, 2)
     asked: dict[str, Any] = {"kernel": "backward_gluon_sm90", "through_lse": False}
 
     def drawn(*lengths: int) -> tuple[Any, Any, Any, Any]:
-        case = VarlenCase(lengths, lengths, 4, 2, head_dim, head_dim, "bf16", causal=True, why="graph")
+        case = VarlenCase(lengths, lengths, heads, 2, head_dim, head_dim, "bf16", causal=True, why="graph")
         case = dataclasses.replace(case, tail=tokens - sum(lengths), spare=tokens - max(lengths))
         inputs, options = make_packed(case, "cuda"), make_features(case, "cuda")
         given, do, _ = ask_for_gradients(flash_attention_varlen, inputs, options, **asked)
@@ -268,3 +274,76 @@ def test_strides():
     found, _, _ = differentiate(flash_attention_varlen, turned, options, **asked)
     for name, gradient in found.items():
         assert torch.equal(gradient, expected[name])
+
+
+# Query and K/V heads, shares of a group, heads that are walked over together, and shares in turns.
+SHARED = ((16, 1, 4, 4, 2), (16, 2, 2, 2, 4), (7, 1, 7, 1, 16), (12, 3, 4, 1, 1), (32, 2, 2, 8, 2))
+# Query tiles are fewer than key tiles, so each has several counters.
+FEW_QUERIES = {"few-queries": ((5, 1, 0, 130), (4000, 2500, 900, 1300))}
+
+
+@pytest.mark.parametrize(("heads", "heads_kv", "shares", "together", "in_turns"), SHARED)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (72, 40)], ids=str)
+@pytest.mark.parametrize("name", [*LENGTHS, *FEW_QUERIES])
+def test_shared_groups(share, name, dims, heads, heads_kv, shares, together, in_turns):
+    """Right where programs add dK and dV up one after another; dQ has the bits that it has without."""
+    queries, keys = {**LENGTHS, **FEW_QUERIES}[name]
+    asked: dict[str, Any] = {"kernel": "backward_gluon_sm90", "through_lse": True}
+    for causal in (True, False):
+        case = VarlenCase(queries, keys, heads, heads_kv, dims[0], dims[1], "bf16", causal, why=name, tail=9)
+        inputs, options = make_packed(case, "cuda"), make_features(case, "cuda")
+        share(1, 1)
+        usual, _, _ = differentiate(flash_attention_varlen, inputs, options, **asked)
+        share(shares, together, in_turns)
+        check(case, through_lse=True)
+        found, _, _ = differentiate(flash_attention_varlen, inputs, options, **asked)
+        assert torch.equal(found["q"], usual["q"])
+
+
+@pytest.mark.parametrize("feature", ["fp16", "window", "softcap", "alibi", "used", "sinks"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_shared_groups_with_features(share, head_dim, feature):
+    options: dict[str, dict[str, Any]] = {
+        "window": {"window": (100, -1)},
+        "softcap": {"softcap": 15.0},
+        "alibi": {"alibi": "fp32"},
+        "used": {"seqused_q": (300, 0, 130, 700), "seqused_k": (129, 50, 0, 650), "spare": 300},
+        "sinks": {"sinks": "fp32"},
+    }
+    dtype = "fp16" if feature == "fp16" else "bf16"
+    lengths = (300, 40, 200, 700), (300, 50, 700, 700)
+    case = VarlenCase(*lengths, 16, 2, head_dim, head_dim, dtype, True, why=feature, tail=5, **options.get(feature, {}))
+    share(2, 4, 2)
+    check(case)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_what_neighbours_of_shared_groups_hold_does_not_matter(share, head_dim, causal):
+    share(4, 1, 2)
+    lengths = ((100, 77, 300, 129, 64), (100, 200, 301, 63, 640))
+    check_neighbours(VarlenCase(*lengths, 8, 2, head_dim, head_dim, "bf16", causal, why="shared-neighbours"))
+
+
+@pytest.mark.parametrize(("heads", "shares", "together"), [(7, 7, 1), (16, 4, 4)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_thousand_repeats_of_shared_groups(share, head_dim, heads, shares, together):
+    draw = random.Random(2)
+    lengths = tuple(min(3000, int(draw.paretovariate(1.1) * 60)) for _ in range(40))
+    case = VarlenCase(lengths, lengths, heads, 1, head_dim, head_dim, "bf16", causal=True, why="shared-repeats")
+    share(shares, together, 2)
+    assert_repeats(
+        flash_attention_varlen, make_packed(case, "cuda"), make_features(case, "cuda"), kernel="backward_gluon_sm90"
+    )
+
+
+@pytest.mark.parametrize(("heads", "shares"), [(16, 8), (8, 8), (7, 7)])
+def test_plans_share_groups(heads, shares):
+    """As they are made for few K/V heads and long documents."""
+    lengths = (4096, 1000, 2500, 70, 1700)
+    case = VarlenCase(lengths, lengths, heads, 1, 128, 128, "bf16", causal=True, why="planned")
+    inputs = make_packed(case, "cuda")
+    starts = inputs["cu_seqlens_q"], inputs["cu_seqlens_k"]
+    plan = explain_varlen_gradients(inputs["q"], inputs["k"], inputs["v"], *starts, 4096, 4096, causal=True)
+    assert f"{shares} programs share the heads" in plan.reason
+    check(case)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from typing import Any
@@ -13,9 +12,7 @@ import torch
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from flashmoe_science import flash_attention
-from flashmoe_science.attention.backward import autograd, plan as backward_plan
 from flashmoe_science.attention.backward.autograd import attention_gradients
-from flashmoe_science.attention.backward.plan_sm90 import hopper_backward_config
 from flashmoe_science.attention.inputs import Options
 
 from .cases import PAIRS, Case, FeatureCase
@@ -166,24 +163,6 @@ def test_some_of_the_gradients(asked):
     assert list(found) == wanted
     for name in wanted:
         assert torch.equal(found[name], whole[name])
-
-
-@pytest.fixture
-def share(monkeypatch):
-    """Return a function that lets programs share the heads of a group, and walk over some of theirs together."""
-
-    def share(shares: int, together: int, in_turns: int = 16) -> None:
-        def config(problem, gpu):
-            return dataclasses.replace(
-                hopper_backward_config(problem, gpu), programs=gpu.sms, shares=shares, heads_together=together,
-                heads_per_group=in_turns,
-            )  # fmt: skip
-
-        monkeypatch.setattr(backward_plan, "hopper_backward_config", config)
-        autograd._prepared.clear()
-
-    yield share
-    autograd._prepared.clear()
 
 
 # Query and K/V heads, shares of a group, heads that are walked over together, and shares in turns.

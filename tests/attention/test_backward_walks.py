@@ -25,6 +25,7 @@ from flashmoe_science.attention.backward.primitives_sm90 import (
     first_whole_tile,
     key_coordinates,
     load_partition,
+    number_of_sums,
     place_of,
     query_coordinates,
     query_tile,
@@ -180,6 +181,35 @@ class _Counter:
         return False
 
 
+class _Passed:
+    """What shares hand on, and what the last of each stores, by ``_pass_sums_on`` of key tiles as they are drawn."""
+
+    def __init__(self, counters: range):
+        self.stored: list[tuple[Any, ...]] = []
+        self.raised: Counter[int] = Counter()
+        self.sums: dict[int, list[Any]] = {}
+
+        def store_sums(dk, dv, a, head, key, t, w):
+            b, kv, first_key = partition(key_coordinates)(a, head, t, 4)
+            self.stored.append((b, kv // a.SHARES, first_key + key, w, dk, dv))
+
+        def raise_counter(pointer):
+            assert pointer in counters, "not set to 0 by the kernel before, or that of something else"
+            self.raised[pointer] += 4  # warps
+
+        names: dict[str, Any] = {
+            "rematerialize": lambda x: x, "poll": lambda pointer: _Counter(self.raised[pointer]),
+            "raise_counter": raise_counter, "_add_from": lambda pointer, part: [*self.sums[pointer], *part],
+            "_store_to": self.sums.__setitem__, "_store_sums": store_sums,
+        }  # fmt: skip
+        names["number_of_sums"] = partition(number_of_sums, **names)
+        self._pass_on = partition(backward_gluon_sm90._pass_sums_on, **names)
+
+    def on(self, a: Any, head: Any, n: Any, key: Any, t: int) -> None:
+        for w in range(2):
+            self._pass_on([f"dk {head}"], [f"dv {head}"], a, head, n, key, t, w)
+
+
 @pytest.mark.parametrize("in_turns", [1, 4, 6, 16])
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(300, 300), (129, 257), (1, 2)])
 @pytest.mark.parametrize("kernel", ["d64", "d128"])
@@ -198,32 +228,13 @@ def test_shares_pass_their_sums_on(kernel, seqlen_q, seqlen_k, in_turns):
         heads_kv=Int32(heads_kv * shares), SHARES=shares, WARPGROUPS=2, D=columns, DV=columns,
         dq_semaphore_ptr=0, shares_ptr=0,
     )  # fmt: skip
-    raised: Counter[int] = Counter()
-    sums: dict[int, list[int]] = {}
-    stored: list[tuple[Any, ...]] = []
-
-    def add_from(pointer, part):
-        return [*sums[pointer], *part]
-
-    def store_sums(dk, dv, _a, head, key, _t, w):
-        b, kv, _ = plain(key_coordinates)(_a, head, 0, 4)
-        stored.append((b, kv // shares, key, w, dk, dv))
-
-    def raise_counter(pointer):
-        assert batch * heads * tiles_m <= pointer < 2 * batch * heads * tiles_m, "not set to 0 by the kernel before"
-        raised[pointer] += 4  # warps
-
-    names: dict[str, Any] = {
-        "rematerialize": lambda x: x, "poll": lambda pointer: _Counter(raised[pointer]),
-        "raise_counter": raise_counter, "_add_from": add_from, "_store_to": sums.__setitem__,
-        "_store_sums": store_sums,
-    }  # fmt: skip
+    query_tiles = batch * heads * tiles_m
+    passed = _Passed(range(query_tiles + 1, 2 * query_tiles + 1))
     locate = partition(KeyTiles.locate_among, gl=SimpleNamespace(minimum=min))
-    pass_sums_on = partition(backward_gluon_sm90._pass_sums_on, **names)
     for ticket in range(batch * heads_kv * shares * tiles_n):
         head, n = locate(queue, Int32(ticket), Int32(tiles_n))
-        for w in range(2):
-            pass_sums_on([f"dk {head}"], [f"dv {head}"], a, head, n, n * keys, 0, w)
+        passed.on(a, head, n, n * keys, 0)
+    stored = passed.stored
     assert len(stored) == batch * heads_kv * tiles_n * 2 == len({place[:4] for place in stored})
     for b, kv, _, _, *found in stored:
         first = (b * heads_kv + kv) * shares
@@ -257,12 +268,16 @@ class _PackedWalk(Walk):
 
     def __init__(
         self, sequences: list[list[int]], window: tuple[int, int], block_m: int, keys: int, group: int, together: int,
-        tokens: tuple[int, int], said: dict[tuple[int, int], int],
+        tokens: tuple[int, int], said: dict[tuple[int, int], int], shares: int = 1, in_turns: int = 2,
     ):  # fmt: skip
+        """``group`` and ``together`` are of a share, if there are any."""
         super().__init__(span_of(*tokens, *window, block_m, keys), block_m, group, together, [])
-        heads_kv, tickets = 3, iter(range(10**6))
+        heads_kv, tickets = 3 * shares, iter(range(10**6))
+        self.a.SHARES = shares
+        self.a.span.tiles_m = Int32(tokens[0] // block_m + len(sequences))
         queue = SimpleNamespace(
-            IS_PACKED=True, heads_total=Int32(heads_kv), heads_per_group=Int32(2), batch=Int32(len(sequences)),
+            IS_PACKED=True, SHARES=shares, heads_total=Int32(heads_kv), heads_per_group=Int32(in_turns),
+            batch=Int32(len(sequences)),
             fetch_next=lambda _pointer: Int32(next(tickets)),
             find=lambda _rank, ticket: Int32(sum(sequence[0] <= ticket for sequence in sequences)),
             sequence=lambda rank, what: Int32(sequences[rank][what]),
@@ -270,10 +285,9 @@ class _PackedWalk(Walk):
             publish=lambda t, number: said.__setitem__((t, 0), number),
             wait=lambda t, _warps: said[t, 0], read=lambda t, what, _warps: said[t, what],
         )  # fmt: skip
-        numbers = {"_ENDS": 0, "_TILES": 1, "_HEAD": 1, "_QUERIES": 2, "_KEYS": 3, "_FIELDS": 7}
         static = SimpleNamespace(minimum=min, static_range=range)
         for name in ("locate_among", "publish_packed"):
-            method = partition(getattr(KeyTiles, name), gl=static, **numbers)
+            method = partition(getattr(KeyTiles, name), gl=static)
             setattr(queue, name, MethodType(method, queue))
         self.a.span.of_sequence = lambda queries, seen: span_of(queries, seen, *window, block_m, keys)
         self.a.key_tiles, self.a.heads, self.a.heads_kv = queue, Int32(heads_kv * group), Int32(heads_kv)
@@ -290,33 +304,49 @@ class _PackedWalk(Walk):
                 tiles.append(tuple(place[1:]) if len(place) > 1 else place[0])
 
 
-@pytest.mark.parametrize(("group", "together"), [(1, 1), (3, 1), (7, 7)])
+# Kernel, heads of a share, those that are walked over together, shares of a K/V head, and shares in turns.
+PACKED_WALKS = [
+    (kernel, *heads)
+    for heads in ((1, 1, 1, 2), (3, 1, 1, 2), (7, 7, 1, 2), (2, 2, 3, 2), (4, 2, 2, 4), (1, 1, 7, 1), (4, 4, 4, 16))
+    for kernel in (KERNELS if heads[2] == 1 else ("d64", "d128"))
+]
+
+
+@pytest.mark.parametrize(("kernel", "group", "together", "shares", "in_turns"), PACKED_WALKS)
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (70, 0)], ids=["full", "causal", "window"])
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_packed_sequences_are_walked_over_one_by_one(kernel, window, group, together):
-    """Tiles lie in their sequences, no two of which share a query tile, and turns follow the order of fetching."""
+def test_packed_sequences_are_walked_over_one_by_one(kernel, window, group, together, shares, in_turns):
+    """Tiles lie in their sequences, no two of which share a query tile, and turns follow the order of fetching.
+
+    Programs that share a group walk over heads of their own, as if each had a K/V head, and hand dK and dV on.
+    """
     module, block_m, keys, multiply = KERNELS[kernel]
-    sequences = order(PLACES, window[0], block_m, keys, 3)
+    heads_kv = 3 * shares
+    sequences = order(PLACES, window[0], block_m, keys, heads_kv)
     tokens_q, tokens_k = (3 + sum(place[side] + 3 for place in PLACES) for side in range(2))
     said: dict[tuple[int, int], int] = {}
 
     def walk_of() -> _PackedWalk:
-        return _PackedWalk(sequences, window, block_m, keys, group, together, (tokens_q, tokens_k), said)
+        return _PackedWalk(
+            sequences, window, block_m, keys, group, together, (tokens_q, tokens_k), said, shares, in_turns
+        )
 
     expected: list[tuple[int, tuple[int, int], int]] = []
+    key_tiles: list[tuple[int, int, int, int]] = []  # head, number, where the sequence ends and where its keys start
     owners: dict[int, tuple[int, int]] = {}
-    for end, tiles, queries, seen, end_q, _, first_tile in sequences:
+    for end, tiles, queries, seen, end_q, end_k, first_tile in sequences:
         span = span_of(queries, seen, window[0], window[1], block_m, keys)
-        before = end - 3 * tiles
+        before = end - heads_kv * tiles
         listed = [*range(-(-seen // keys) - tiles, -(-seen // keys))]
-        in_order = [(head, n) for heads in ((0, 1), (2,)) for n in listed for head in heads]
+        turns = [range(head, min(head + in_turns, heads_kv)) for head in range(0, heads_kv, in_turns)]
+        in_order = [(head, n) for heads in turns for n in listed for head in heads]
         assert len(in_order) == end - before
         for head, n in in_order:
+            key_tiles.append((head, n, end_k, end_k - seen))
             assert span.first(n) < span.end(n)
             for walked in range(0, group, together):
                 for m in range(span.end(n) - 1, span.first(n) - 1, -1):
                     for g in range(walked + together - 1, walked - 1, -1):
-                        tile = (first_tile + m) * 3 * group + head * group + g
+                        tile = (first_tile + m) * heads_kv * group + head * group + g
                         expected.append((head * group + g, (end_q - queries + m * block_m, end_q), tile))
                         assert owners.setdefault(tile, (end_q, queries)) == (end_q, queries)
     loader = walk_of()
@@ -334,3 +364,39 @@ def test_packed_sequences_are_walked_over_one_by_one(kernel, window, group, toge
     for name, arguments in multiply:
         steps = walk_of().run(module, getattr(module, name), *arguments)
         assert [i for i, *_ in steps] == [*range(len(expected))]
+    if module is backward_gluon_sm90:
+        check_shares(loader, key_tiles, keys, (tokens_q // block_m + len(PLACES), tokens_k // keys + len(PLACES)))
+
+
+def check_shares(
+    loader: _PackedWalk, key_tiles: list[tuple[int, int, int, int]], keys: int, tiles: tuple[int, int]
+) -> None:
+    """Keys are those of the K/V head; of all shares the last one stores, and what they hand on has a place of its own.
+
+    Args:
+        loader: what loaded the key tiles.
+        key_tiles: K/V heads, of which each share counts as one, numbers, and where sequences end and start.
+        keys: of a key tile.
+        tiles: query tiles and key tiles of a head that there is room for.
+    """
+    a, shares = loader.a, loader.a.SHARES
+    places = [(head // shares, (first + n * keys + w * 64, end)) for head, n, end, first in key_tiles for w in (0, 1)]
+    assert loader.keys_loaded == places
+    if shares == 1:
+        return
+    query_tiles, room = tiles[0] * a.heads, tiles[1] * a.heads_kv // shares
+    passed = _Passed(range(query_tiles + 1, query_tiles + 1 + room))
+    a.D = a.DV = 64
+    a.shares_ptr = 0
+    for t, (head, n, _, _) in enumerate(key_tiles):
+        passed.on(a, Int32(head), n, n * keys, t)
+    assert len(passed.raised) == len(key_tiles) // shares
+    assert set(passed.raised.values()) == {8 * (shares - 1)}, "two key tiles have the same counter"
+    assert len(passed.sums) == 4 * len(passed.raised)
+    assert max(passed.sums) + 64 * 64 <= room * keys * 2 * 64
+    stored = []
+    for head, n, end, first in key_tiles:
+        if head % shares == 0:
+            parts = [[f"{name} {share}" for share in range(head, head + shares)] for name in ("dk", "dv")]
+            stored += [(end, head // shares, FAR.value - end + first + n * keys, w, *parts) for w in range(2)]
+    assert sorted(passed.stored) == sorted(stored)

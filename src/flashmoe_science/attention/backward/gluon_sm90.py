@@ -67,6 +67,7 @@ from .primitives_sm90 import (
     make_key_tiles,
     make_slopes,
     make_span,
+    number_of_sums,
     place_of,
     poll,
     query_tile,
@@ -358,10 +359,10 @@ def _pass_sums_on(dk, dv, a, head, n, key, t, W: gl.constexpr):
     A thread reads what the same thread of another program wrote, so each warp waits and tells for itself.
     """
     share = head % a.SHARES
-    tile = head // a.SHARES * rematerialize(a.key_tiles.tiles_n) + n
-    # Behind the semaphores of the query tiles, which are all that it takes to count them.
+    tile = number_of_sums(a, head, n, t, 4)
+    # Behind the semaphores of the query tiles and the counter of drawn key tiles.
     sequences = a.key_tiles.heads_total // a.heads_kv
-    counter_ptr = a.dq_semaphore_ptr + rematerialize(a.heads) * sequences * rematerialize(a.span.tiles_m) + tile
+    counter_ptr = a.dq_semaphore_ptr + rematerialize(a.heads) * sequences * rematerialize(a.span.tiles_m) + 1 + tile
     sums_ptr = a.shares_ptr + (tile.to(gl.int64) * a.WARPGROUPS + W) * (ROWS * (a.D + a.DV))
     if share > 0:
         while poll(counter_ptr) < share * (4 * a.WARPGROUPS):  # or more, where warps of this share are done
@@ -448,7 +449,7 @@ def _backward_sm90_kernel(
     dv_desc,  # [B, HK, Sk, DV]
     stats_desc,  # [B * H * tiles_m * 2 * BLOCK_M] fp32: of a query tile LSE * log2(e), then delta
     dq_desc,  # [B * H * tiles_m * 128 * WARPGROUPS, 32] fp32
-    dq_semaphore_ptr,  # [B * H * tiles_m + 1] int32, 0 before, as many again for shares; the last counts drawn tiles
+    dq_semaphore_ptr,  # [B * H * tiles_m + 1] int32, 0 before: the last counts drawn tiles; more behind it for shares
     sequences_ptr,  # packed: [7, B] int32, see ``_order_key_tiles_kernel``; else None
     alibi_ptr,  # [H], [B, H] or None; packed [H] or None
     shares: Shares,
@@ -475,7 +476,7 @@ def _backward_sm90_kernel(
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, 64], q_desc.dtype)
     ready_bars = make_barriers(STAGES + 2, 1)
     written_bars = make_barriers(2, 1)
-    key_tiles = make_key_tiles(sizes, sequences_ptr, batch)
+    key_tiles = make_key_tiles(sizes, sequences_ptr, batch, shares.COUNT)
     fence_async_shared()  # TMA, too, sees that the barriers are there
     stats_bufs = make_tiles(stats_desc, STAGES)
     slopes = make_slopes(alibi_ptr, alibi_stride, dq_semaphore_ptr, sizes.heads, stats_bufs, STAGES, CALL.SEES_AHEAD)
@@ -500,7 +501,7 @@ def _backward_sm90_kernel(
         [
             (_multiply_partition, (a, 0)),
             (_multiply_partition, (a, 1)),
-            (load_partition, (a, 1 if shares.COUNT == 1 else 2)),
+            (load_partition, (a, 1)),
             (write_partition, (a, 0, 1)),
             (write_partition, (a, 1, 1)),
         ],

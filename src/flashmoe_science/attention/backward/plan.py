@@ -307,8 +307,9 @@ def _hopper_plan(problem: BackwardProblem, gpu: GpuSpec, why: str) -> BackwardPl
     config = hopper_backward_config(problem, gpu)
     launches = hopper_backward_launches(problem, config)
     if config.shares > 1:
-        tiles = key_tiles(problem, config)
-        why += f"; {config.shares} programs share the heads of a group, as {tiles} key tiles are few for {gpu.sms} SMs"
+        few = f"{key_tiles(problem, config)} key tiles are few for {gpu.sms} SMs"
+        cause = "the longest sequence would decide" if problem.forward.packed else few
+        why += f"; {config.shares} programs share the heads of a group, as {cause}"
     return BackwardPlan(problem, gpu.name, gpu.arch, "backward_gluon_sm90", config, launches, why)
 
 

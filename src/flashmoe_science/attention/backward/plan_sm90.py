@@ -45,6 +45,13 @@ _TILES_OF_AN_SM = 1.9
 _PLENTY_OF_TILES = 3  # of an SM, from where on plans for groups of 4, 8 and 16 are those of a run that claims rest on
 _MOST_OF_A_SHARE = 5
 _SHARES_IN_TURNS, _SINGLE_HEADS_IN_TURNS = 8, 4
+# Packed, by a count of steps that no GPU has confirmed (lab/README.md, "Shares of packed sequences"). An SM needs these
+# many key tiles, counted as if all documents were as long as the longest, so that unlike lengths leave none idle. A
+# start and a hand-over take 1.5 steps each, so shares with shorter walks than below lose more than they gain. A group
+# of more than eight heads is walked over in parts, and the second waits; as shares, the parts do not.
+_PACKED_TILES_OF_AN_SM, _PACKED_TILES_OF_SINGLE_HEADS = 12, 8
+_MANY_SHARES = 8
+_SHORTEST_WALK = 32  # steps of a share in the longest document
 _SERVED = ("a sliding window", "a softcap", "ALiBi", "attention sinks", "packed sequences")  # sinks are part of the LSE
 _MAX = 2**29  # positions: a sum of two of them, rounded up, stays in 32 bits
 _MAX_QUERY_TILES = 2**22  # rows of what is kept of them, 512 each at the most, are counted in 32 bits
@@ -141,9 +148,11 @@ def _with_heads_together(problem: BackwardProblem, config: HopperBackwardConfig,
     """Return how a causal walk takes heads: how many of a group together, and how many K/V heads in turns."""
     p, columns = problem.forward, hopper_backward_columns(problem)[0]
     if p.packed:
-        whole = next(heads for heads in range(_MOST_PACKED_TOGETHER, 0, -1) if p.group % heads == 0)
+        shares = _packed_shares(problem, config, gpu)
+        heads_of_share = p.group // shares
+        whole = next(heads for heads in range(_MOST_PACKED_TOGETHER, 0, -1) if heads_of_share % heads == 0)
         in_turns = _PACKED_HEADS_PER_GROUP if columns == _NARROW else config.heads_per_group
-        return replace(config, heads_together=whole, heads_per_group=in_turns)
+        return replace(config, shares=shares, heads_together=whole, heads_per_group=in_turns)
     if columns == _NARROW and p.seqlen_k > _LONG:
         config = replace(config, heads_per_group=_LONG_HEADS_PER_GROUP)
     # With few queries and many keys, all walks are about equally long.
@@ -163,11 +172,7 @@ def _with_heads_together(problem: BackwardProblem, config: HopperBackwardConfig,
 
 
 def _shares(problem: BackwardProblem, config: HopperBackwardConfig, gpu: GpuSpec) -> int:
-    """Return how many programs share the heads of a group, or 0 where another rule decides.
-
-    Each share passes dK and dV on. There are as many semaphores for that as query tiles: enough, with two query heads a
-    group and up to twice as many keys as queries.
-    """
+    """Return how many programs share the heads of a group, or 0 where another rule decides."""
     p, tiles = problem.forward, key_tiles(problem, config) * problem.head_parts
     if is_wide(problem) or p.group == 1 or p.softcap or p.alibi:
         return 0
@@ -181,6 +186,38 @@ def _shares(problem: BackwardProblem, config: HopperBackwardConfig, gpu: GpuSpec
     if shares == p.group and tiles >= enough:  # single heads lose to a whole group, such as seven
         return 1 if p.group <= _MOST_PACKED_TOGETHER else 0
     return shares
+
+
+def _packed_shares(problem: BackwardProblem, config: HopperBackwardConfig, gpu: GpuSpec) -> int:
+    """Return how many programs share the heads of a group of packed sequences.
+
+    The lengths lie on the device: only the longest, and the number of sequences, decide. With lengths in use, sequences
+    may share keys by mistake, and have more key tiles than there is room for.
+    """
+    p = problem.forward
+    is_other = is_wide(problem) or p.softcap or p.alibi or "k" in p.seqused
+    if is_other or p.group == 1 or p.seqlen_k > 2 * p.seqlen_q:
+        return 1
+    tiles = p.batch * cdiv(p.seqlen_q, config.keys) * p.heads_kv * problem.head_parts
+    steps = cdiv(p.seqlen_q, config.block_m)  # of the longest walk over one head
+    heads_by_shares = {
+        shares: p.group // shares
+        for shares in range(1, p.group + 1)
+        if p.group % shares == 0 and steps * (p.group // shares) >= _SHORTEST_WALK
+    }
+    enough = _PACKED_TILES_OF_AN_SM * gpu.sms
+    if tiles < enough:
+        few = (
+            shares
+            for shares, heads in heads_by_shares.items()
+            if (tiles * shares >= enough or shares >= _MANY_SHARES) and heads <= _MOST_OF_A_SHARE
+        )
+        shares = next(few, max(heads_by_shares, default=1))
+        if shares < p.group or tiles < _PACKED_TILES_OF_SINGLE_HEADS * gpu.sms:
+            return shares
+    if p.group > _MOST_PACKED_TOGETHER and gpu.bandwidth_bytes_per_s >= _FAST_MEMORY:
+        return next((n for n, heads in heads_by_shares.items() if 1 < heads <= _MOST_PACKED_TOGETHER), 1)
+    return 1
 
 
 def _most_heads_together(problem: BackwardProblem, config: HopperBackwardConfig, gpu: GpuSpec) -> int:
@@ -216,9 +253,9 @@ def query_tiles(problem: BackwardProblem, config: HopperBackwardConfig, tokens: 
     return hopper_backward_tiles(problem, config, tokens)[0] * _tensors(problem) * problem.forward.heads
 
 
-def key_tiles(problem: BackwardProblem, config: HopperBackwardConfig) -> int:
+def key_tiles(problem: BackwardProblem, config: HopperBackwardConfig, tokens: tuple[int, int] | None = None) -> int:
     """Return the key tiles of all K/V heads and sequences."""
-    return hopper_backward_tiles(problem, config)[1] * _tensors(problem) * problem.forward.heads_kv
+    return hopper_backward_tiles(problem, config, tokens)[1] * _tensors(problem) * problem.forward.heads_kv
 
 
 def hopper_backward_refusal(problem: BackwardProblem, gpu: GpuSpec) -> str | None:

@@ -19,7 +19,7 @@ from ...gpu.signature import (
 from ..forward.prepare import in_units
 from ..kernel_arguments import HopperBackwardCall
 from ..problem import LOG2_E
-from ..tiles import block_dim
+from ..tiles import block_dim, cdiv
 from .d192_gluon_sm90 import _backward_192_sm90_kernel
 from .gluon_sm90 import _backward_sm90_kernel
 from .plan import BackwardPlan
@@ -77,13 +77,20 @@ def scratch_sizes(
     sums = tiles * config.block_m
     more = {"sequences": _FIELDS * problem.forward.batch} if problem.forward.packed else {}
     if config.shares > 1:
-        more["shares"] = key_tiles(problem, config) * config.keys * (columns + columns_v)
-    return {"stats": 2 * sums, "acc": sums * columns, "dq_semaphore": tiles * _semaphores(config) + 1, **more}
+        more["shares"] = key_tiles(problem, config, tokens) * config.keys * (columns + columns_v)
+    semaphores = tiles * _semaphores(problem, config, tokens) + 1
+    return {"stats": 2 * sums, "acc": sums * columns, "dq_semaphore": semaphores, **more}
 
 
-def _semaphores(config: HopperBackwardConfig) -> int:
-    """Return how many are set to 0 for each query tile: where programs share heads, a second, for as many key tiles."""
-    return 2 if config.shares > 1 else config.writers
+def _semaphores(problem: BackwardProblem, config: HopperBackwardConfig, tokens: Tokens | None) -> int:
+    """Return how many numbers are set to 0 for each query tile, a power of two.
+
+    Where programs share heads, each key tile has a counter too. Usually there are fewer of them than query tiles.
+    """
+    if config.shares == 1:
+        return config.writers
+    counters = cdiv(key_tiles(problem, config, tokens), query_tiles(problem, config, tokens))
+    return 1 << counters.bit_length()
 
 
 def prepare_hopper_backward(plan: BackwardPlan, tokens: Tokens | None = None) -> tuple[PreparedKernel, ...]:
@@ -133,7 +140,7 @@ def _order(
     arguments: dict[str, Argument] = {
         "sequences_ptr": Pointer("i32", aligned=True),
         **_lengths(problem, "q", "k"),
-        **scalars("i32", batch=p.batch, heads_kv=p.heads_kv, window_left=max(0, p.window[0])),
+        **scalars("i32", batch=p.batch, heads_kv=p.heads_kv * config.shares, window_left=max(0, p.window[0])),
     }
     constants = {
         "BOUND_LEFT": p.bounded_left, "BLOCK_M": config.block_m, "KEYS": config.keys, "BLOCK_B": ORDERED,
@@ -191,7 +198,7 @@ def _prepare(
         "DV": p.head_dim_v,
         "BLOCK_DV": block_dim(p.head_dim_v),
         "BLOCK_M": config.block_m,
-        "WRITERS": _semaphores(config),
+        "WRITERS": _semaphores(problem, config, tokens),
         "HAS_DLSE": problem.has_dlse,
     }
     source = kernel_source(_prepare_backward_kernel, arguments, constants, num_warps=config.prepare_warps)

@@ -46,7 +46,7 @@ def _order_key_tiles_kernel(
     cu_seqlens_k_ptr,  # [B + 1] int32
     seqused_q_ptr,  # [B] int32 or None
     seqused_k_ptr,  # [B] int32 or None
-    batch, heads_kv, window_left,
+    batch, heads_kv, window_left,  # where programs share the heads of a K/V head, each share counts as one
     BOUND_LEFT: tl.constexpr,
     BLOCK_M: tl.constexpr,  # rows of a query tile
     KEYS: tl.constexpr,  # of a key tile

@@ -37,9 +37,9 @@ ROWS = gl.constexpr(64)  # keys that a warpgroup computes scores of
 # A writer lags the producer by at most five steps, and so by at most five key tiles.
 _SLOTS = gl.constexpr(8)
 # What the producer publishes of a key tile: its number; packed, also its K/V head, the queries and keys of its
-# sequence, the tokens behind them, and its first query tile.
-_NUMBER, _HEAD, _QUERIES, _KEYS, _END_Q, _END_K, _FIRST = (gl.constexpr(i) for i in range(7))
-_FIELDS = gl.constexpr(7)
+# sequence, the tokens behind them, and its first query tile; with shares, also its number among all that have sums.
+_NUMBER, _HEAD, _QUERIES, _KEYS, _END_Q, _END_K, _FIRST, _SUMS = (gl.constexpr(i) for i in range(8))
+_FIELDS = gl.constexpr(7)  # without the last
 # What ``_order_key_tiles_kernel`` stores of each sequence, besides: key tiles up to its last, and those of one head.
 _ENDS, _TILES = gl.constexpr(0), gl.constexpr(1)
 FAR = gl.constexpr(2**30)  # tokens: see above
@@ -50,7 +50,7 @@ _LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 class KeyTiles:
     """The key tiles of this program, one after another: the producer fetches them and publishes their numbers."""
 
-    bufs: gl.shared_memory_descriptor  # [_SLOTS, 1] int32: numbers of key tiles, -1 behind the last; packed * _FIELDS
+    bufs: gl.shared_memory_descriptor  # [_SLOTS * FIELDS, 1] int32: numbers of key tiles, -1 behind the last, and more
     ready_bars: gl.shared_memory_descriptor  # [_SLOTS]
     tiles_n: gl.tensor  # key tiles of a head; not read if packed
     heads_total: gl.tensor  # K/V heads of all sequences; packed: of one
@@ -58,6 +58,8 @@ class KeyTiles:
     sequences_ptr: gl.tensor  # packed: [_FIELDS, B] int32, see ``_order_key_tiles_kernel``; else not read
     batch: gl.tensor  # packed: sequences
     IS_PACKED: gl.constexpr
+    FIELDS: gl.constexpr  # that are published of a key tile
+    SHARES: gl.constexpr  # of the heads of a K/V head; a share counts as one above
 
     @gluon.jit
     def fetch_next(self, counter_ptr):
@@ -79,7 +81,7 @@ class KeyTiles:
     @gluon.jit
     def put(self, t, WHAT: gl.constexpr, value):
         """Say one thing of the t-th key tile of this program."""
-        buf = slot_of(t, _SLOTS) * _FIELDS + WHAT if self.IS_PACKED else slot_of(t, _SLOTS)
+        buf = slot_of(t, _SLOTS) * self.FIELDS + WHAT
         self.bufs.index(buf).store(gl.full([1], 0, gl.int32, _LANES) + value)
 
     @gluon.jit
@@ -92,7 +94,7 @@ class KeyTiles:
     @gluon.jit
     def read(self, t, WHAT: gl.constexpr, WARPS: gl.constexpr):
         """Return one thing that was said of the t-th key tile, which is known."""
-        buf = slot_of(t, _SLOTS) * _FIELDS + WHAT if self.IS_PACKED else slot_of(t, _SLOTS)
+        buf = slot_of(t, _SLOTS) * self.FIELDS + WHAT
         value = gl.max(self.bufs.index(buf).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
         # All lanes have it. Read so, ptxas knows, and keeps what depends on it in registers that a warp shares.
         asm: gl.constexpr = "redux.sync.max.s32 $0, $1, 0xffffffff;"
@@ -118,7 +120,10 @@ class KeyTiles:
     def publish_packed(self, t, ticket, rank, KEYS: gl.constexpr):
         """Say which key tile of which sequence the t-th of this program is; return its number there."""
         tiles_n, keys = self.sequence(rank, _TILES), self.sequence(rank, _KEYS)
-        head, n = self.locate_among(ticket - (self.sequence(rank, _ENDS) - tiles_n * self.heads_total), tiles_n)
+        first = self.sequence(rank, _ENDS) - tiles_n * self.heads_total
+        head, n = self.locate_among(ticket - first, tiles_n)
+        if self.SHARES > 1:
+            self.put(t, _SUMS, first // self.SHARES + head // self.SHARES * tiles_n + n)
         n += (keys + KEYS - 1) // KEYS - tiles_n  # those before it are seen by no query
         self.put(t, _HEAD, head)
         self.put(t, _KEYS, keys)
@@ -303,6 +308,16 @@ def key_coordinates(a, head, t, WARPS: gl.constexpr):
 
 
 @gluon.jit
+def number_of_sums(a, head, n, t, WARPS: gl.constexpr):
+    """Return which of all key tiles, counted once for all shares of its K/V head, the t-th of this program is."""
+    if a.key_tiles.IS_PACKED:
+        number = a.key_tiles.read(t, _SUMS, WARPS)
+    else:
+        number = head // a.SHARES * rematerialize(a.key_tiles.tiles_n) + n
+    return number
+
+
+@gluon.jit
 def query_coordinates(a, b, t):
     """Return the coordinates, in tensor maps, of the first query of the sequence that has the t-th key tile."""
     if a.key_tiles.IS_PACKED:
@@ -482,18 +497,19 @@ def make_span(sizes, window, BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr
 
 
 @gluon.jit
-def make_key_tiles(sizes, sequences_ptr, batch):
+def make_key_tiles(sizes, sequences_ptr, batch, SHARES: gl.constexpr = 1):
     """Allocate the buffers through which the producer publishes the key tiles of a program."""
     IS_PACKED: gl.constexpr = sequences_ptr is not None
-    SIZE: gl.constexpr = _SLOTS * _FIELDS if IS_PACKED else _SLOTS
+    FIELDS: gl.constexpr = _FIELDS + (SHARES > 1) if IS_PACKED else 1
     tiles_n, heads_total, heads_per_group = sizes.tiles_n, sizes.heads_total, sizes.heads_per_group
     bars = make_barriers(_SLOTS, 1)
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    bufs = gl.allocate_shared_memory(gl.int32, [SIZE, 1], layout)
-    if IS_PACKED:
-        return KeyTiles(bufs, bars, tiles_n, heads_total, heads_per_group, sequences_ptr, batch, True)  # type: ignore[call-arg] # aggregate gives it a constructor
-    else:  # noqa: RET505 - both would be compiled. The last two numbers are not read.
-        return KeyTiles(bufs, bars, tiles_n, heads_total, heads_per_group, tiles_n, tiles_n, False)  # type: ignore[call-arg] # aggregate gives it a constructor
+    bufs = gl.allocate_shared_memory(gl.int32, [_SLOTS * FIELDS, 1], layout)
+    if not IS_PACKED:  # then these are not read
+        sequences_ptr, batch = tiles_n, tiles_n
+    return KeyTiles(  # type: ignore[call-arg] # aggregate gives it a constructor
+        bufs, bars, tiles_n, heads_total, heads_per_group, sequences_ptr, batch, IS_PACKED, FIELDS, SHARES
+    )
 
 
 @gluon.jit
