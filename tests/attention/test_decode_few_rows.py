@@ -322,9 +322,12 @@ def test_it_attends_as_eager_torch(heads, seqlen_q, options, late):
 @pytest.mark.parametrize("scale", ["none", "all", "head", "token"])
 @pytest.mark.parametrize(
     ("heads", "seqlen_q", "options"),
-    [(16, 1, {}), (8, 2, {"causal": True}), (4, 4, {"num_splits": 2}), (1, 16, {"causal": True})],
+    [
+        (16, 1, {}), (8, 2, {"causal": True}), (4, 4, {"num_splits": 2}), (1, 16, {"causal": True}), (32, 1, {}),
+        (16, 2, {"causal": True}), (8, 3, {"causal": True}), (2, 11, {"causal": True}),
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_it_attends_to_a_cache_of_8_bits(heads, seqlen_q, options, scale, late):
     for page_size, full in ((0, False), (0, True), (64, False)):
         lengths = (321, 321) if full else LENGTHS

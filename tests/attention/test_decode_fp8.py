@@ -147,7 +147,7 @@ def test_plans():
     assert plan_with_kv_cache(mla, SPECS["H200"]).launches[0].pattern == "_few_rows_fp8_sm90_kernel"
     for change, reason in (
         ({"page_size": 16}, "pages of 16"),
-        ({"heads": 32}, "no fp8 caches with more than 16 rows"),
+        ({"heads": 64}, "no fp8 caches with more than 32 rows"),
         ({"k_strides": (64 * 584, 584, 584, 1)}, "multiples of 16 bytes"),
     ):
         plan = plan_with_kv_cache(dataclasses.replace(mla, **change), SPECS["H200"])

@@ -1,10 +1,10 @@
-"""Attention of at most 16 query rows to an 8-bit cache whose values are columns of its keys (MLA), for Hopper.
+"""Attention of few query rows to an 8-bit cache whose values are columns of its keys (MLA), for Hopper.
 
 As ``few_gluon_sm90``: one warpgroup, transposed products, tiles of 64 keys that it copies for itself. Keys and values
 go to the matrix units through registers, where one instruction makes two numbers of fp16 out of two of e4m3. Two
 neighbours of a row travel as one number of 16 bits, as in ``fp8_primitives``: scores are a sum of two products, of even
 and of odd columns, and the output has two parts. Tiles are half as large, so an SM has two programs: one multiplies
-while the other waits.
+while the other waits. 32 rows are two programs that read the same keys, one after the other from L2.
 
 A row's maximum is that of its scores times the scale of their values. So P times that scale stays within fp16.
 
@@ -65,15 +65,23 @@ def _copy_tile(k_desc, k_more_desc, k_bufs, k_more_bufs, bars, slot, page, insid
 
 
 @gluon.jit
-def _load_queries(q_ptr, b, seqlen_q, q_strides, FIRST: gl.constexpr, COUNT: gl.constexpr, HEADS: gl.constexpr):
-    """Return ``COUNT`` columns of all rows in fp32, and the largest size in each row."""
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, _OF_QUERIES))
+def _load_queries(
+    q_ptr, b, first_row, seqlen_q, q_strides, FIRST: gl.constexpr, COUNT: gl.constexpr, HEADS: gl.constexpr
+):
+    """Return ``COUNT`` columns of the rows from ``first_row`` on in fp32, and the largest size in each row."""
+    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, _OF_QUERIES))
     column = FIRST + gl.arange(0, COUNT, gl.SliceLayout(0, _OF_QUERIES))
     at = b.to(gl.int64) * q_strides.b + (row % HEADS).to(gl.int64) * q_strides.h
     at += (row // HEADS).to(gl.int64) * q_strides.m
     present = (row < seqlen_q * HEADS)[:, None]
     q = gl.load(q_ptr + (at[:, None] + column[None, :]), mask=present, other=0.0).to(gl.float32)
     return q, gl.max(gl.abs(q), 1)
+
+
+@gluon.jit
+def _make_p_buffer():
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS], gl.float16)
+    return gl.allocate_shared_memory(gl.float16, [KEYS, ROWS], layout)
 
 
 @gluon.jit
@@ -97,10 +105,10 @@ def _store_queries(q, power, PAIRS: gl.constexpr):
 
 
 @gluon.jit
-def _prepare_queries(q_ptr, b, seqlen_q, q_strides, HEADS: gl.constexpr):
+def _prepare_queries(q_ptr, b, first_row, seqlen_q, q_strides, HEADS: gl.constexpr):
     """Return queries in shared memory, even and odd columns of the first and of the rest, and what divides each row."""
-    q, largest = _load_queries(q_ptr, b, seqlen_q, q_strides, 0, COLUMNS, HEADS)
-    q_more, more_largest = _load_queries(q_ptr, b, seqlen_q, q_strides, COLUMNS, MORE, HEADS)
+    q, largest = _load_queries(q_ptr, b, first_row, seqlen_q, q_strides, 0, COLUMNS, HEADS)
+    q_more, more_largest = _load_queries(q_ptr, b, first_row, seqlen_q, q_strides, COLUMNS, MORE, HEADS)
     power = _power_of_two(gl.maximum(largest, more_largest))
     even, odd = _store_queries(q, power, _PAIRS)
     more_even, more_odd = _store_queries(q_more, power, _MORE_PAIRS)
@@ -138,12 +146,13 @@ def _load_scales(scale_ptr, page, inside, key, end, strides, layout: gl.constexp
 
 @gluon.jit
 def _store_part(
-    even, odd, l, o_ptr, o_part_ptr, b, chunk, count, o_strides, seqlen_q, FIRST: gl.constexpr, HEADS: gl.constexpr
-):
+    even, odd, l, o_ptr, o_part_ptr, b, chunk, count, first_row, o_strides, seqlen_q,
+    FIRST: gl.constexpr, HEADS: gl.constexpr,
+):  # fmt: skip
     """Store the columns from ``FIRST`` on: of a share as they are, else as the output."""
     acc = gl.permute(gl.join(even, odd), (0, 2, 1)).reshape([2 * _PART, ROWS])
     layout: gl.constexpr = acc.type.layout
-    row = gl.arange(0, ROWS, gl.SliceLayout(0, layout))
+    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(0, layout))
     column = FIRST + gl.arange(0, 2 * _PART, gl.SliceLayout(1, layout))
     present = (row < seqlen_q * HEADS)[None, :]
     if count > 1:
@@ -159,9 +168,11 @@ def _store_part(
 
 
 @gluon.jit
-def _store_sums(m, l, lse_ptr, sums_part_ptr, b, chunk, count, seqlen_q, HEADS: gl.constexpr, STORE_LSE: gl.constexpr):
+def _store_sums(
+    m, l, lse_ptr, sums_part_ptr, b, chunk, count, first_row, seqlen_q, HEADS: gl.constexpr, STORE_LSE: gl.constexpr
+):
     """Store the largest score and the sum of each row: of a share as they are, else as the LSE."""
-    row = gl.arange(0, ROWS, m.type.layout)
+    row = first_row + gl.arange(0, ROWS, m.type.layout)
     present = row < seqlen_q * HEADS
     if count > 1:
         at = chunk.to(gl.int64) * (seqlen_q * HEADS) + row
@@ -194,10 +205,12 @@ def _few_rows_fp8_sm90_kernel(
     HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, IS_CAUSAL: gl.constexpr, BALANCED: gl.constexpr,
     BLOCK_B: gl.constexpr, STORE_LSE: gl.constexpr, BY_TOKEN: gl.constexpr,
 ):  # fmt: skip
-    """Attend all rows of a sequence to one share of its keys. Grid: (shares,)."""
+    """Attend 16 rows of a sequence to one share of its keys. Grid: (row tiles * shares,)."""
     wait_for_kernel_before()
     launch_dependents()
-    chunk = gl.program_id(0)
+    tiles_m = (sizes.seqlen_q * HEADS + ROWS - 1) // ROWS  # of 16 heads, or of whole tokens
+    first_row = gl.program_id(0) % tiles_m * ROWS
+    chunk = gl.program_id(0) // tiles_m
     b, split, share, count, end = find_share(chunk, sizes, seqlens_ptr, kv_splits, BALANCED, BLOCK_B, KEYS)
     if split >= count:  # nothing to do, and no sequence, perhaps
         return
@@ -208,8 +221,7 @@ def _few_rows_fp8_sm90_kernel(
     of_rows: gl.constexpr = gl.SliceLayout(0, layout)
     of_keys: gl.constexpr = gl.SliceLayout(1, layout)
     k_bufs, k_more_bufs = make_tiles(k_desc, STAGES), make_tiles(k_more_desc, STAGES)
-    p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS], gl.float16)
-    p_buf = gl.allocate_shared_memory(gl.float16, [KEYS, ROWS], p_layout)
+    p_buf = _make_p_buffer()
     bars = make_barriers(STAGES, 1)
     fence_async_shared()  # TMA, too, sees that the barriers are there
     barrier()
@@ -223,7 +235,7 @@ def _few_rows_fp8_sm90_kernel(
         page, inside = place_of_tile(table_ptr, b, begin + KEYS, PAGE_SIZE)
         _copy_tile(k_desc, k_more_desc, k_bufs, k_more_bufs, bars, 1, page, inside)
 
-    q_even, q_odd, more_even, more_odd, power = _prepare_queries(q_ptr, b, sizes.seqlen_q, q_strides, HEADS)
+    q_even, q_odd, more_even, more_odd, power = _prepare_queries(q_ptr, b, first_row, sizes.seqlen_q, q_strides, HEADS)
     factor = gl.convert_layout(power, of_rows) * scale_log2  # on scores
     v_scale = 1.0
     if k_scale_ptr is not None and not BY_TOKEN:
@@ -255,7 +267,7 @@ def _few_rows_fp8_sm90_kernel(
         # Keys that no row lacks are not masked; the first of several queries sees least.
         hidden = sizes.seqlen_q - 1 if IS_CAUSAL else 0
         if key + KEYS > end - hidden:
-            s = hide_keys(s, key, end, sizes.seqlen_q, HEADS, IS_CAUSAL)
+            s = hide_keys(s, key, end, sizes.seqlen_q - first_row // HEADS, HEADS, IS_CAUSAL)
         of_values = s + gl.log2(gl.maximum(gl.abs(scales), _LEAST))[:, None]
         m_new = gl.maximum(m, gl.max(of_values, 0) - _HEADROOM)
         m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)  # a row that has met no key: -inf - -inf is NaN
@@ -284,11 +296,11 @@ def _few_rows_fp8_sm90_kernel(
     if o_part_ptr is None:  # then no sequence has two shares
         o_part_ptr, sums_part_ptr = o_ptr, o_ptr
     total = gl.sum(l, 0)
-    _store_sums(m, total, lse_ptr, sums_part_ptr, b, chunk, count, sizes.seqlen_q, HEADS, STORE_LSE)
+    _store_sums(m, total, lse_ptr, sums_part_ptr, b, chunk, count, first_row, sizes.seqlen_q, HEADS, STORE_LSE)
     parts = ((e0, o0), (e1, o1), (e2, o2), (e3, o3))
     for part in gl.static_range(4):
         even, odd = parts[part]
         _store_part(
-            even * v_scale, odd * v_scale, total, o_ptr, o_part_ptr, b, chunk, count, o_strides, sizes.seqlen_q,
-            part * 2 * _PART, HEADS,
+            even * v_scale, odd * v_scale, total, o_ptr, o_part_ptr, b, chunk, count, first_row, o_strides,
+            sizes.seqlen_q, part * 2 * _PART, HEADS,
         )  # fmt: skip

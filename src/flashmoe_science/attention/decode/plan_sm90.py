@@ -12,6 +12,7 @@ FEW_ROWS = 16  # up to which products are transposed: 64 rows of the matrix unit
 # For few rows one warpgroup, which copies for itself; else two, and four more warps of which one copies.
 HOPPER_FEW_ROWS = DecodeConfig(FEW_ROWS, 64, 4, 2, 1)
 HOPPER_DECODE = DecodeConfig(64, 64, 12, 2, 1)
+_MOST_ROWS_FP8 = 32  # two tiles of rows, which read the same keys
 HOPPER_FEW_ROWS_FP8 = DecodeConfig(FEW_ROWS, 64, 4, 2, 2)  # its tiles have half of the bytes
 _COLUMNS, _MORE = 512, 64  # columns that keys share with values, and further columns of the keys
 _MOST = 2**29  # rows, keys
@@ -37,7 +38,7 @@ def hopper_decode_refusal(problem: CacheProblem, gpu: GpuSpec) -> str | None:
         heads = f"{p.heads_kv} and {p.heads}"
         return f"it needs one K/V head and heads that divide {rows} or are a multiple of it, got {heads}"
     asked = {
-        f"fp8 caches with more than {FEW_ROWS} rows": p.is_fp8 and p.packed_rows > FEW_ROWS,
+        f"fp8 caches with more than {_MOST_ROWS_FP8} rows": p.is_fp8 and p.packed_rows > _MOST_ROWS_FP8,
         "left padding": p.has_leftpad,
         "batch index": p.has_batch_idx,
         "sliding window": p.window[0] >= 0 or p.window[1] > 0,
