@@ -238,7 +238,7 @@ def _attend(
     arguments: tuple[Any, ...]
     if p.is_fp8:
         scale, scale_strides = tensors.get("k_scale"), PageStrides(*p.k_scale_strides or (0,) * 3)
-        q_strides = NewStrides(*(q.stride(axis) for axis in (0, 2, 1)))
+        q_strides = NewStrides(*(q.stride(axis) // 8 for axis in (0, 2, 1)))
         arguments = (
             _Pointer(q.view(-1)), keys, *places, None if scale is None else _Pointer(scale.flatten()), *outputs,
             more_keys, p.table_stride, q_strides, NewStrides(*o.stride()[:3]), scale_strides, *ends, *options,

@@ -138,6 +138,24 @@ def test_the_same_bits_of_8_bits_a_thousand_times():
         assert torch.equal(lse, first_lse)
 
 
+def test_scores_of_8_bits_that_fp16_could_not_hold():
+    """Of a size at which a score less 14 is rounded: P stays finite."""
+    tensors = make_tensors(mla((700, 64), 800, fp8="all"), "cuda")
+    for exponent in (20, 24, 26, 28):
+        o, _ = call({**tensors, "q": tensors["q"].bfloat16() * 2.0**exponent}, kernel=KERNEL)
+        assert torch.isfinite(o).all(), exponent
+
+
+@pytest.mark.parametrize("options", [{"batch_invariant": True}, {"num_splits": 3}], ids=str)
+def test_bits_of_8_bits_depend_on_no_batch(options):
+    tensors = make_tensors(mla((700, 64, 2999, 1), 3000, heads=16, seqlen_q=2, page_size=64, fp8="token"), "cuda")
+    whole, _ = call(tensors, kernel=KERNEL, **options)
+    for b in range(4):
+        one = {**tensors, **{name: tensors[name][b : b + 1] for name in ("q", "cache_seqlens", "page_table")}}
+        found, _ = call(one, kernel=KERNEL, **options)
+        assert torch.equal(found[0], whole[b])
+
+
 @pytest.mark.parametrize("heads", [16, 128])
 def test_large_scores(heads):
     """The maximum rises along the keys, and the output so far is scaled down."""
@@ -148,13 +166,13 @@ def test_large_scores(heads):
     assert_cache_right(case, tensors, kernel=KERNEL)
 
 
-@pytest.mark.parametrize("heads", [4, 32])
-def test_strides(heads):
+@pytest.mark.parametrize(("heads", "fp8"), [(4, ""), (32, ""), (4, "token")])
+def test_strides(heads, fp8):
     """Queries ``[B, S, H, D]``; rows of a cache that are apart, and pages of a pool that has more in each."""
-    tensors = make_tensors(mla((700, 64), 800, heads=heads, seqlen_q=3), "cuda")
+    tensors = make_tensors(mla((700, 64), 800, heads=heads, seqlen_q=3, fp8=fp8), "cuda")
     expected, _ = call(tensors, kernel=KERNEL)
     q = tensors["q"].transpose(1, 2).contiguous().transpose(1, 2)
-    wide = torch.zeros(2, 900, 1, 640, device="cuda", dtype=torch.bfloat16)
+    wide = torch.zeros(2, 900, 1, 640, device="cuda", dtype=tensors["k_cache"].dtype)
     cache = wide[:, :800, :, :576]
     cache.copy_(tensors["k_cache"])
     for change in ({"q": q}, {"k_cache": cache, "v_cache": cache[..., :512]}):

@@ -43,7 +43,8 @@ from .primitives_sm90 import (
 _PAIRS = gl.constexpr(COLUMNS.value // 2)
 _MORE_PAIRS = gl.constexpr(MORE.value // 2)
 _PART = gl.constexpr(64)  # pairs that are multiplied at once: 128 bytes of a row
-_HEADROOM = gl.constexpr(14.0)  # log2 of the largest P: small ones are not subnormal
+_HEADROOM = gl.constexpr(14.0)  # log2 of the largest P times a scale: small ones are not subnormal
+_LEVEL = gl.constexpr(2.0**-14)
 _LEAST = gl.constexpr(2.0**-80)  # of a scale, as a row's maximum counts it: P itself stays finite
 _OF_QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
@@ -74,7 +75,7 @@ def _load_queries(
     at = b.to(gl.int64) * q_strides.b + (row % HEADS).to(gl.int64) * q_strides.h
     at += (row // HEADS).to(gl.int64) * q_strides.m
     present = (row < seqlen_q * HEADS)[:, None]
-    q = gl.load(q_ptr + (at[:, None] + column[None, :]), mask=present, other=0.0).to(gl.float32)
+    q = gl.load(q_ptr + (at[:, None] * 8 + column[None, :]), mask=present, other=0.0).to(gl.float32)
     return q, gl.max(gl.abs(q), 1)
 
 
@@ -121,6 +122,16 @@ def _scores(s, k, q_even, q_odd, FIRST: gl.constexpr, PAIRS: gl.constexpr, layou
     even, odd = _even_and_odd(k.slice(FIRST, PAIRS, dim=1), gl.DotOperandLayout(0, layout, 2))
     s = warpgroup_mma(even, q_even.slice(FIRST, PAIRS, dim=1).permute((1, 0)), s, is_async=True)
     return warpgroup_mma(odd, q_odd.slice(FIRST, PAIRS, dim=1).permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def _weights(s, m, size):
+    """Return ``2**_HEADROOM * exp2(s - m)``; ``size``: log2 of each key's scale.
+
+    A scale's logarithm is rounded, and so are sums with large scores: P times the scale stays below what fp16 holds.
+    """
+    power, most = s - m[None, :] + _HEADROOM, (_HEADROOM + 1.0 - size)[:, None]
+    return gl.exp2(gl.where(power > most, most, power))  # NaN stays
 
 
 @gluon.jit
@@ -237,10 +248,10 @@ def _few_rows_fp8_sm90_kernel(
 
     q_even, q_odd, more_even, more_odd, power = _prepare_queries(q_ptr, b, first_row, sizes.seqlen_q, q_strides, HEADS)
     factor = gl.convert_layout(power, of_rows) * scale_log2  # on scores
-    v_scale = 1.0
+    v_scale = _LEVEL
     if k_scale_ptr is not None and not BY_TOKEN:
-        v_scale = gl.load(k_scale_ptr)
-        factor *= v_scale
+        factor *= gl.load(k_scale_ptr)
+        v_scale = gl.load(k_scale_ptr) * _LEVEL
     fence_async_shared()
     barrier()
 
@@ -268,10 +279,10 @@ def _few_rows_fp8_sm90_kernel(
         hidden = sizes.seqlen_q - 1 if IS_CAUSAL else 0
         if key + KEYS > end - hidden:
             s = hide_keys(s, key, end, sizes.seqlen_q - first_row // HEADS, HEADS, IS_CAUSAL)
-        of_values = s + gl.log2(gl.maximum(gl.abs(scales), _LEAST))[:, None]
-        m_new = gl.maximum(m, gl.max(of_values, 0) - _HEADROOM)
+        size = gl.log2(gl.maximum(gl.abs(scales), _LEAST))
+        m_new = gl.maximum(m, gl.max(s + size[:, None], 0))
         m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)  # a row that has met no key: -inf - -inf is NaN
-        p = gl.exp2(s - m_safe[None, :])
+        p = _weights(s, m_safe, size)
         alpha = gl.exp2(m - m_safe)
         l = l * alpha[None, :] + p
         m = m_new
@@ -295,7 +306,7 @@ def _few_rows_fp8_sm90_kernel(
 
     if o_part_ptr is None:  # then no sequence has two shares
         o_part_ptr, sums_part_ptr = o_ptr, o_ptr
-    total = gl.sum(l, 0)
+    total = gl.sum(l, 0) * _LEVEL
     _store_sums(m, total, lse_ptr, sums_part_ptr, b, chunk, count, first_row, sizes.seqlen_q, HEADS, STORE_LSE)
     parts = ((e0, o0), (e1, o1), (e2, o2), (e3, o3))
     for part in gl.static_range(4):

@@ -296,8 +296,8 @@ def _decode_hopper(plan: DecodePlan, grid: tuple[int, int, int]) -> PreparedKern
     if p.is_fp8:
         function = _few_rows_fp8_sm90_kernel
         arguments |= {
-            "q_ptr": Pointer(p.dtype, "q"),
-            **scalars("i64", "q_strides", **dict(zip("bhm", p.q_strides[:3], strict=True))),
+            "q_ptr": Pointer(p.dtype, "q", aligned=True),
+            **scalars("i64", "q_strides", **dict(zip("bhm", _units(p.q_strides[:3], 8), strict=True))),
             **{name: value for name, value in _scales(p).items() if name.startswith("k_")},
         }
         constants["BY_TOKEN"] = p.k_by_token
