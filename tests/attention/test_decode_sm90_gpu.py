@@ -138,11 +138,12 @@ def test_the_same_bits_of_8_bits_a_thousand_times():
         assert torch.equal(lse, first_lse)
 
 
-def test_scores_of_8_bits_that_fp16_could_not_hold():
+@pytest.mark.parametrize("kernel", [KERNEL, "decode_triton"])
+def test_scores_of_8_bits_that_fp16_could_not_hold(kernel):
     """Of a size at which a score less 14 is rounded: P stays finite."""
     tensors = make_tensors(mla((700, 64), 800, fp8="all"), "cuda")
     for exponent in (20, 24, 26, 28):
-        o, _ = call({**tensors, "q": tensors["q"].bfloat16() * 2.0**exponent}, kernel=KERNEL)
+        o, _ = call({**tensors, "q": tensors["q"].bfloat16() * 2.0**exponent}, kernel=kernel)
         assert torch.isfinite(o).all(), exponent
 
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 HEADROOM: tl.constexpr = tl.constexpr(14.0)  # log2 of the largest P
+_LEVEL: tl.constexpr = tl.constexpr(2.0**-14)
 # Two pairs of e4m3 become two numbers of fp16 from their even places, and two from their odd ones.
 SPLIT_PAIRS: tl.constexpr = tl.constexpr("""{
     .reg .b32 bytes;
@@ -139,10 +140,13 @@ def load_scales(k_base, v_base, scale, page, cols, mask_n, k_strides, v_strides,
 
 
 @triton.jit
-def finish_columns(acc, acc_odd, v_scale_ptr, v_scale_base, CALL: tl.constexpr):
-    """Return the output in the order of its columns, times the scale that all values share."""
+def finish_columns(acc, acc_odd, l, v_scale_ptr, v_scale_base, CALL: tl.constexpr):
+    """Return the output in the order of its columns, times the scale that all values share, and the sums of P."""
     if CALL.ITEMS > 1:
         acc = tl.interleave(acc, acc_odd)
     if v_scale_ptr is not None and not CALL.V_BY_TOKEN:
         acc *= tl.load(v_scale_base)
-    return acc
+    if CALL.IN_FP16:  # P has headroom
+        acc *= _LEVEL
+        l *= _LEVEL
+    return acc, l

@@ -201,11 +201,10 @@ def _attend(
         finite = tl.clamp(bias * LOG2_E, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
         s += tl.where(tl.abs(bias) == float("inf"), bias, finite)
     s = tl.where(visible, s, -float("inf"))
-    largest = tl.max(s, 1) - HEADROOM if CALL.IN_FP16 else tl.max(s, 1)
-    m_new = tl.maximum(m, largest)
+    m_new = tl.maximum(m, tl.max(s, 1))
     # A row that has met no key has m == -inf, and -inf - -inf is NaN.
     m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)
-    p = tl.exp2(s - m_safe[:, None])
+    p = tl.exp2(s - m_safe[:, None] + HEADROOM if CALL.IN_FP16 else s - m_safe[:, None])
     alpha = tl.exp2(m - m_safe)
     l = l * alpha + tl.sum(p, 1)
     v, v_odd = k, k_odd
@@ -463,7 +462,7 @@ def _decode_kernel(
             pairs_dv, position, window, scale, k_scales, v_scales, softcap, slope, bias_rows, bias_strides, CALL,
         )  # fmt: skip
 
-    acc = finish_columns(acc, acc_odd, v_scale_ptr, v_scale_base, CALL)
+    acc, l = finish_columns(acc, acc_odd, l, v_scale_ptr, v_scale_base, CALL)
     mask_o = mask_m[:, None]
     if CALL.DV != CALL.BLOCK_DV:
         mask_o = mask_o & (offs_dv[None, :] < CALL.DV)
