@@ -45,13 +45,13 @@ _TILES_OF_AN_SM = 1.9
 _PLENTY_OF_TILES = 3  # of an SM, from where on plans for groups of 4, 8 and 16 are those of a run that claims rest on
 _MOST_OF_A_SHARE = 5
 _SHARES_IN_TURNS, _SINGLE_HEADS_IN_TURNS = 8, 4
-# Packed, by a count of steps that no GPU has confirmed (lab/README.md, "Shares of packed sequences"). An SM needs these
-# many key tiles, counted as if all documents were as long as the longest, so that unlike lengths leave none idle. A
-# start and a hand-over take 1.5 steps each, so shares with shorter walks than below lose more than they gain. A group
-# of more than eight heads is walked over in parts, and the second waits; as shares, the parts do not.
-_PACKED_TILES_OF_AN_SM, _PACKED_TILES_OF_SINGLE_HEADS = 12, 8
-_MANY_SHARES = 8
-_SHORTEST_WALK = 32  # steps of a share in the longest document
+# Packed, on an H200 (lab/hopper/backward/20_packed_shares_h200.txt). The host knows the number of documents and the
+# longest, and takes the others for a quarter of that. An SM then needs these many key tiles, so that unlike lengths
+# leave none idle. Causal shares of single heads, or with short walks, lose to fewer shares. One long walk outlasts all.
+_OTHERS = 4
+_CAUSAL_TILES_OF_AN_SM, _FULL_TILES_OF_AN_SM = 3.4, 1.7
+_SHORTEST_WALK, _LONGEST_WALK = 64, 1024  # steps of a share in the longest document
+_SMALLEST_SHARE = 2  # heads
 _SERVED = ("a sliding window", "a softcap", "ALiBi", "attention sinks", "packed sequences")  # sinks are part of the LSE
 _MAX = 2**29  # positions: a sum of two of them, rounded up, stays in 32 bits
 _MAX_QUERY_TILES = 2**22  # rows of what is kept of them, 512 each at the most, are counted in 32 bits
@@ -134,6 +134,8 @@ def hopper_backward_config(problem: BackwardProblem, gpu: GpuSpec) -> HopperBack
         and not (p.bounded_left or p.softcap or p.alibi)
     ):
         config = replace(config, v_columns=64)
+    if p.packed:
+        config = replace(config, shares=_packed_shares(problem, config, gpu))
     if p.causal and not p.bounded_left:  # a window bounds the walks
         config = _with_heads_together(problem, config, gpu)
     return replace(config, programs=min(gpu.sms, key_tiles(problem, config) * config.shares))
@@ -148,11 +150,10 @@ def _with_heads_together(problem: BackwardProblem, config: HopperBackwardConfig,
     """Return how a causal walk takes heads: how many of a group together, and how many K/V heads in turns."""
     p, columns = problem.forward, hopper_backward_columns(problem)[0]
     if p.packed:
-        shares = _packed_shares(problem, config, gpu)
-        heads_of_share = p.group // shares
+        heads_of_share = p.group // config.shares
         whole = next(heads for heads in range(_MOST_PACKED_TOGETHER, 0, -1) if heads_of_share % heads == 0)
         in_turns = _PACKED_HEADS_PER_GROUP if columns == _NARROW else config.heads_per_group
-        return replace(config, shares=shares, heads_together=whole, heads_per_group=in_turns)
+        return replace(config, heads_together=whole, heads_per_group=in_turns)
     if columns == _NARROW and p.seqlen_k > _LONG:
         config = replace(config, heads_per_group=_LONG_HEADS_PER_GROUP)
     # With few queries and many keys, all walks are about equally long.
@@ -195,29 +196,24 @@ def _packed_shares(problem: BackwardProblem, config: HopperBackwardConfig, gpu: 
     may share keys by mistake, and have more key tiles than there is room for.
     """
     p = problem.forward
-    is_other = is_wide(problem) or p.softcap or p.alibi or "k" in p.seqused
+    is_other = is_wide(problem) or p.softcap or p.alibi or p.bounded_left or "k" in p.seqused
     if is_other or p.group == 1 or p.seqlen_k > 2 * p.seqlen_q:
         return 1
-    tiles = p.batch * cdiv(p.seqlen_q, config.keys) * p.heads_kv * problem.head_parts
+    longest = cdiv(p.seqlen_q, config.keys) * p.heads_kv * problem.head_parts
+    tiles = longest * (1 + (p.batch - 1) / _OTHERS) / gpu.sms
+    enough = _CAUSAL_TILES_OF_AN_SM if p.causal else _FULL_TILES_OF_AN_SM
     steps = cdiv(p.seqlen_q, config.block_m)  # of the longest walk over one head
     heads_by_shares = {
         shares: p.group // shares
-        for shares in range(1, p.group + 1)
+        for shares in range(1, p.group // _SMALLEST_SHARE + 1)
         if p.group % shares == 0 and steps * (p.group // shares) >= _SHORTEST_WALK
     }
-    enough = _PACKED_TILES_OF_AN_SM * gpu.sms
-    if tiles < enough:
-        few = (
-            shares
-            for shares, heads in heads_by_shares.items()
-            if (tiles * shares >= enough or shares >= _MANY_SHARES) and heads <= _MOST_OF_A_SHARE
-        )
-        shares = next(few, max(heads_by_shares, default=1))
-        if shares < p.group or tiles < _PACKED_TILES_OF_SINGLE_HEADS * gpu.sms:
+    for shares, heads in heads_by_shares.items():
+        is_even = tiles >= enough or (tiles * shares >= enough and steps * heads <= _LONGEST_WALK)
+        # Heads of a causal walk that do not fit together wait for those before them.
+        if is_even and (heads <= _MOST_PACKED_TOGETHER or not p.causal):
             return shares
-    if p.group > _MOST_PACKED_TOGETHER and gpu.bandwidth_bytes_per_s >= _FAST_MEMORY:
-        return next((n for n, heads in heads_by_shares.items() if 1 < heads <= _MOST_PACKED_TOGETHER), 1)
-    return 1
+    return max(heads_by_shares, default=1) if tiles < enough else 1
 
 
 def _most_heads_together(problem: BackwardProblem, config: HopperBackwardConfig, gpu: GpuSpec) -> int:
