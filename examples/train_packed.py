@@ -170,7 +170,8 @@ def plot(runs, path):
     bars = left.barh(list(runs), [run["tokens_per_second"] for run in runs.values()])
     left.bar_label(bars, fmt="{:,.0f}", padding=3)
     left.invert_yaxis()
-    left.margins(x=0.3)
+    left.margins(x=0.4)
+    left.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1e3:,.0f}k")
     left.set(xlabel="tokens a second")
     for name, run in runs.items():
         right.plot(smooth(run["losses"], 20), label=name)

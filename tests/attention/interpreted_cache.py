@@ -8,8 +8,11 @@ from unittest import mock
 
 import torch
 
+from flashmoe_science.attention.decode.contract import cache_problem_of
+from flashmoe_science.attention.decode.reference import attention_with_kv_cache
+
 from .cache_cases import CacheCase, Tensors, make_tensors
-from .cache_checks import assert_cache_right, call
+from .cache_checks import assert_cache_right, call, clone
 
 
 def check(case: CacheCase) -> None:
@@ -62,9 +65,22 @@ def check_bias_that_is_not_finite(case: CacheCase) -> None:
     torch.testing.assert_close(o, expected, rtol=1e-3, atol=1e-3, equal_nan=True)
 
 
+def check_huge_scores(case: CacheCase) -> None:
+    """Compare scores that fp16 cannot hold with fp64: no budget is known, as eager torch makes NaN of them."""
+    tensors = make_tensors(case)
+    problem = cache_problem_of(tensors, **case.options)
+    expected, expected_lse = attention_with_kv_cache(problem, clone(tensors), dtype=torch.float64)
+    largest = expected_lse * math.log2(math.e)
+    assert ((largest > 2**26) & (largest < 2**28)).any(), "there a maximum less 14 is rounded to one less 16"
+    o, lse = call(tensors, **case.options, kernel="decode_triton")
+    torch.testing.assert_close(o.double(), expected, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-3, atol=0)
+
+
 CHECKS = {
     "append-too-much": check_unread,
     "bits": check_bits,
+    "huge-scores": check_huge_scores,
     "not-finite": check_bias_that_is_not_finite,
 }  # by how a case's name begins
 

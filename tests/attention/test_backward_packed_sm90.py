@@ -125,10 +125,11 @@ SHARED: dict[tuple[int, int, int, int, int], tuple[int, int]] = {
     (96, 8, 27, 4096, 128): (2, 6),
     (16, 1, 27, 100, 128): (1, 8),
     (16, 1, 2, 4096, 128): (8, 2),
-    (4, 1, 27, 4096, 128): (2, 2),
-    (4, 1, 27, 1280, 128): (1, 4),
+    (4, 1, 27, 4096, 128): (1, 4),
+    (4, 1, 4, 4096, 128): (2, 2),
+    (32, 8, 4, 4096, 128): (1, 4),
+    (22, 1, 3, 1024, 128): (1, 2),
     (16, 2, 27, 4096, 128): (1, 8),
-    (32, 8, 1, 16384, 128): (1, 4),
     (11, 1, 64, 4096, 128): (1, 1),
 }
 
@@ -203,6 +204,20 @@ def test_other_packed_calls_share_no_groups(change):
     assert plan_of(**usual).config.shares == 2  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("heads", [(28, 4), (20, 4), (24, 4), (32, 2), (32, 8), (8, 8)], ids=str)
+@pytest.mark.parametrize("longest", [2048, 4096, 16384])
+def test_one_packed_sequence_is_planned_as_a_batch_of_one(longest, heads):
+    """It has the same order of key tiles, and times of these were measured."""
+    orders = []
+    for packed in (False, True):
+        sizes = {"seqlen_q": longest, "seqlen_k": longest, "heads": heads[0], "heads_kv": heads[1]}
+        config = plan_of(packed=packed, batch=1, **sizes).config
+        assert isinstance(config, HopperBackwardConfig)
+        orders.append((config.shares, config.heads_together, config.heads_per_group))
+    assert orders[0] == orders[1]
+    assert plan_of(packed=True, batch=1, heads=28, heads_kv=4, seqused="k").config.shares == 1  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize(("sequences", "shares"), [(7, 4), (27, 1)])
 def test_walks_without_a_mask_are_shared_where_there_are_few(sequences, shares):
     """Four shares were 2.25 times as fast with 7 documents on an H200."""
@@ -212,7 +227,7 @@ def test_walks_without_a_mask_are_shared_where_there_are_few(sequences, shares):
     assert (config.shares, config.heads_together, config.heads_per_group) == (shares, 1, 16)
 
 
-@pytest.mark.parametrize("sizes", [(16, 2, 14, 4096), (32, 2, 8, 2048), (24, 4, 8, 4096)], ids=str)
+@pytest.mark.parametrize("sizes", [(16, 2, 14, 4096), (32, 2, 8, 2048), (48, 4, 8, 4096)], ids=str)
 def test_a_part_of_the_heads_of_packed_sequences_is_summed_in_the_order_of_the_whole(sizes):
     heads, heads_kv, batch, longest = sizes
     orders = []

@@ -343,6 +343,10 @@ BITS = [
         options={"batch_invariant": True},
     ),
 ]
+# A maximum between 2**26 and 2**28 is a multiple of 8 or 16: less the headroom of P, 14, it would be rounded.
+HUGE = [
+    CacheCase("huge-scores", lengths=(37, 9), seqlen_q=2, q_size=3e3, fp8="all", options={"softmax_scale": 2.0**12})
+]
 NOT_FINITE = [
     CacheCase(f"not-finite-bias-{dtype}", lengths=(50, 11), seqlen_q=3, bias=dtype, options={"num_splits": splits})
     for dtype, splits in (("fp32", 2), ("bf16", 1))
@@ -355,13 +359,13 @@ USUAL = (
     "many-rows-paged", "shared", "bits-invariant",
     "lengths", "page-3", "batch-idx", "leftpad-paged", "append-rows", "append-too-much", "window",
     "more-rows-than-keys", "sinks-no-keys", "merge-in-steps", "many-sequences", "no-capacity",
-    "fp8-head", "fp8-token-rows", "fp8-odd-columns", "fp8-large-queries", "fp8-small-queries",
+    "fp8-head", "fp8-token-rows", "fp8-odd-columns", "fp8-large-queries", "fp8-small-queries", "huge-scores",
     "fp8-shared-token", "bits-fp8", "bits-d512",
 )  # fmt: skip
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("case", all_but(CACHE_CASES + EMPTY_CACHE_CASES + BITS + NOT_FINITE, *USUAL), ids=str)
+@pytest.mark.parametrize("case", all_but(CACHE_CASES + EMPTY_CACHE_CASES + BITS + HUGE + NOT_FINITE, *USUAL), ids=str)
 def test_kernels_interpreted(case, interpreted):
     """The Triton kernels themselves, run by Triton's interpreter in a process of its own."""
     interpreted(case)

@@ -355,3 +355,17 @@ def test_it_attends_to_a_cache_of_8_bits(heads, seqlen_q, options, scale, late):
         o, lse = _attend(problem, tensors, late=late)
         torch.testing.assert_close(o, expected, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(lse, expected_lse, rtol=1e-9, atol=1e-9)
+
+
+def test_weights_fit_into_fp16_beside_scores_of_any_size():
+    """In fp32: a score and its maximum are rounded, and so is the logarithm of a scale."""
+    weights = _in_torch(few_fp8_gluon_sm90, {"gl": _gluon(0)})["_weights"]
+    generator = torch.Generator().manual_seed(0)
+    for exponent in range(0, 30, 2):
+        s = torch.randn(64, 16, generator=generator) * 2.0**exponent
+        size = torch.rand(64, generator=generator) * 20 - 15
+        m = (s + size[:, None]).amax(0)
+        p = weights(s, m, size) * torch.exp2(size)[:, None]
+        assert p.dtype == torch.float32
+        assert p.max() <= torch.finfo(torch.float16).max
+        assert (p.amax(0) > 0).all()

@@ -245,7 +245,7 @@ class HopperBackwardCall(NamedTuple):
 class Shares(NamedTuple):
     """Programs that share the query heads of a key tile; without them COUNT is 1 and the pointer None."""
 
-    shares_ptr: Any  # [B * HK * tiles_n, WARPGROUPS, 64, D + DV] fp32, packed as many: dK and dV of shares so far
+    shares_ptr: Any  # [B * HK * tiles_n, WARPGROUPS, 64, D + DV] fp32 (packed: HK * (tokens_k // keys + B)): dK, dV
     COUNT: int
 
 

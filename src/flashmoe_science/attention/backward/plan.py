@@ -18,6 +18,7 @@ from .plan_sm90 import (
     hopper_backward_kernel,
     hopper_backward_launches,
     hopper_backward_refusal,
+    is_pack,
     is_wide,
     key_tiles,
     too_short_for_tiles,
@@ -308,7 +309,7 @@ def _hopper_plan(problem: BackwardProblem, gpu: GpuSpec, why: str) -> BackwardPl
     launches = hopper_backward_launches(problem, config)
     if config.shares > 1:
         few = f"{key_tiles(problem, config)} key tiles are few for {gpu.sms} SMs"
-        cause = "the longest sequence would decide" if problem.forward.packed else few
+        cause = "one long walk would outlast the others" if is_pack(problem) else few
         why += f"; {config.shares} programs share the heads of a group, as {cause}"
     return BackwardPlan(problem, gpu.name, gpu.arch, "backward_gluon_sm90", config, launches, why)
 

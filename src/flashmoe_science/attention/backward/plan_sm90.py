@@ -45,13 +45,14 @@ _TILES_OF_AN_SM = 1.9
 _PLENTY_OF_TILES = 3  # of an SM, from where on plans for groups of 4, 8 and 16 are those of a run that claims rest on
 _MOST_OF_A_SHARE = 5
 _SHARES_IN_TURNS, _SINGLE_HEADS_IN_TURNS = 8, 4
-# Packed, on an H200 (lab/hopper/backward/20_packed_shares_h200.txt). The host knows the number of documents and the
-# longest, and takes the others for a quarter of that. An SM then needs these many key tiles, so that unlike lengths
-# leave none idle. Causal shares of single heads, or with short walks, lose to fewer shares. One long walk outlasts all.
+# Packed, on an H200 (lab/hopper/backward/20_packed_shares_h200.txt); on an H100 nothing was timed. The host knows the
+# number of documents and the longest, and takes the others for a quarter of that. An SM then needs these many key
+# tiles, so that unlike lengths leave none idle. One long walk outlasts all others. Causal shares of two heads, or with
+# short walks, gain only where tiles are few; of single heads, s7t1 ran at 0.67 of s1t7 (27 documents up to 4k).
 _OTHERS = 4
 _CAUSAL_TILES_OF_AN_SM, _FULL_TILES_OF_AN_SM = 3.4, 1.7
 _SHORTEST_WALK, _LONGEST_WALK = 64, 1024  # steps of a share in the longest document
-_SMALLEST_SHARE = 2  # heads
+_SMALLEST_SHARE, _FEW_TILES = 2, 1 / 4  # heads, and the part of the tiles above
 _SERVED = ("a sliding window", "a softcap", "ALiBi", "attention sinks", "packed sequences")  # sinks are part of the LSE
 _MAX = 2**29  # positions: a sum of two of them, rounded up, stays in 32 bits
 _MAX_QUERY_TILES = 2**22  # rows of what is kept of them, 512 each at the most, are counted in 32 bits
@@ -134,7 +135,7 @@ def hopper_backward_config(problem: BackwardProblem, gpu: GpuSpec) -> HopperBack
         and not (p.bounded_left or p.softcap or p.alibi)
     ):
         config = replace(config, v_columns=64)
-    if p.packed:
+    if is_pack(problem):
         config = replace(config, shares=_packed_shares(problem, config, gpu))
     if p.causal and not p.bounded_left:  # a window bounds the walks
         config = _with_heads_together(problem, config, gpu)
@@ -146,10 +147,15 @@ def _tensors(problem: BackwardProblem) -> int:
     return 1 if problem.forward.packed else problem.forward.batch
 
 
+def is_pack(problem: BackwardProblem) -> bool:
+    """Return whether sequences are packed; the work of one alone is that of a batch of one."""
+    return problem.forward.packed and problem.forward.batch > 1
+
+
 def _with_heads_together(problem: BackwardProblem, config: HopperBackwardConfig, gpu: GpuSpec) -> HopperBackwardConfig:
     """Return how a causal walk takes heads: how many of a group together, and how many K/V heads in turns."""
     p, columns = problem.forward, hopper_backward_columns(problem)[0]
-    if p.packed:
+    if is_pack(problem):
         heads_of_share = p.group // config.shares
         whole = next(heads for heads in range(_MOST_PACKED_TOGETHER, 0, -1) if heads_of_share % heads == 0)
         in_turns = _PACKED_HEADS_PER_GROUP if columns == _NARROW else config.heads_per_group
@@ -175,7 +181,7 @@ def _with_heads_together(problem: BackwardProblem, config: HopperBackwardConfig,
 def _shares(problem: BackwardProblem, config: HopperBackwardConfig, gpu: GpuSpec) -> int:
     """Return how many programs share the heads of a group, or 0 where another rule decides."""
     p, tiles = problem.forward, key_tiles(problem, config) * problem.head_parts
-    if is_wide(problem) or p.group == 1 or p.softcap or p.alibi:
+    if is_wide(problem) or p.group == 1 or p.softcap or p.alibi or "k" in p.seqused:
         return 0
     enough = _TILES_OF_AN_SM * gpu.sms
     if tiles >= enough:  # on an H100 walks over whole groups were slower there
@@ -192,28 +198,29 @@ def _shares(problem: BackwardProblem, config: HopperBackwardConfig, gpu: GpuSpec
 def _packed_shares(problem: BackwardProblem, config: HopperBackwardConfig, gpu: GpuSpec) -> int:
     """Return how many programs share the heads of a group of packed sequences.
 
-    The lengths lie on the device: only the longest, and the number of sequences, decide. With lengths in use, sequences
-    may share keys by mistake, and have more key tiles than there is room for.
+    With lengths in use, sequences may share keys by mistake, and have more key tiles than there is room for. Calls with
+    other features, and with many more keys than queries, were not timed.
     """
     p = problem.forward
     is_other = is_wide(problem) or p.softcap or p.alibi or p.bounded_left or "k" in p.seqused
     if is_other or p.group == 1 or p.seqlen_k > 2 * p.seqlen_q:
         return 1
-    longest = cdiv(p.seqlen_q, config.keys) * p.heads_kv * problem.head_parts
+    longest = cdiv(p.seqlen_k, config.keys) * p.heads_kv * problem.head_parts
     tiles = longest * (1 + (p.batch - 1) / _OTHERS) / gpu.sms
     enough = _CAUSAL_TILES_OF_AN_SM if p.causal else _FULL_TILES_OF_AN_SM
+    fewest_heads = _SMALLEST_SHARE if tiles < _FEW_TILES * enough else 2 * _SMALLEST_SHARE
     steps = cdiv(p.seqlen_q, config.block_m)  # of the longest walk over one head
-    heads_by_shares = {
+    ways = {  # heads of a share; those of a causal walk that do not fit together wait for those before them
         shares: p.group // shares
-        for shares in range(1, p.group // _SMALLEST_SHARE + 1)
-        if p.group % shares == 0 and steps * (p.group // shares) >= _SHORTEST_WALK
+        for shares in range(1, p.group + 1)
+        if p.group % shares == 0
+        and (shares == 1 or p.group // shares >= max(fewest_heads, _SHORTEST_WALK / steps))
+        and (not p.causal or p.group // shares <= _MOST_PACKED_TOGETHER)
     }
-    for shares, heads in heads_by_shares.items():
-        is_even = tiles >= enough or (tiles * shares >= enough and steps * heads <= _LONGEST_WALK)
-        # Heads of a causal walk that do not fit together wait for those before them.
-        if is_even and (heads <= _MOST_PACKED_TOGETHER or not p.causal):
+    for shares, heads in ways.items():
+        if tiles >= enough or (tiles * shares >= enough and steps * heads <= _LONGEST_WALK):
             return shares
-    return max(heads_by_shares, default=1) if tiles < enough else 1
+    return max(ways, default=1)
 
 
 def _most_heads_together(problem: BackwardProblem, config: HopperBackwardConfig, gpu: GpuSpec) -> int:
