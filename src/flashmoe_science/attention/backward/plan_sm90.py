@@ -28,6 +28,11 @@ _LONGEST_TOGETHER = 16384  # keys
 # 473 (four: 463, all: 449). At D 64, full, 16 heads: 16 in turns 310, eight 305, two 286.
 _MOST_PACKED_TOGETHER = 8
 _PACKED_HEADS_PER_GROUP = 2
+# Packed, on an H200 (lab/hopper/backward/20_packed_shares_h200.txt), TFLOP/s. D 256, 16 heads on 1: 16 together 365,
+# eight 359. With a window of 4,095 at D 128, 32 heads on 8: two together 498, one 482; of 127 at D 64, 64 on 8: two
+# 150, one 144. With ALiBi too, two spill.
+_MOST_WIDE_TOGETHER = 16
+_WINDOW_TOGETHER, _WINDOW_HEADS_PER_GROUP = 2, {128: 16, 64: 8}  # the latter by columns
 # One length, causal, on an H100 (lab/hopper/backward/17_groups_and_turns.txt): up to 2k keys of D 128 (groups of
 # four: 1k), and at D 64 with odd groups, a whole group together and four K/V heads in turns run at 1.03 to 1.21 of the
 # speed of the other rule.
@@ -139,6 +144,9 @@ def hopper_backward_config(problem: BackwardProblem, gpu: GpuSpec) -> HopperBack
         config = replace(config, shares=_packed_shares(problem, config, gpu))
     if p.causal and not p.bounded_left:  # a window bounds the walks
         config = _with_heads_together(problem, config, gpu)
+    elif p.causal and is_pack(problem) and not (is_wide(problem) or p.softcap or p.alibi):
+        in_turns = _WINDOW_HEADS_PER_GROUP[hopper_backward_columns(problem)[0]]
+        config = replace(config, heads_together=math.gcd(p.group, _WINDOW_TOGETHER), heads_per_group=in_turns)
     return replace(config, programs=min(gpu.sms, key_tiles(problem, config) * config.shares))
 
 
@@ -157,7 +165,8 @@ def _with_heads_together(problem: BackwardProblem, config: HopperBackwardConfig,
     p, columns = problem.forward, hopper_backward_columns(problem)[0]
     if is_pack(problem):
         heads_of_share = p.group // config.shares
-        whole = next(heads for heads in range(_MOST_PACKED_TOGETHER, 0, -1) if heads_of_share % heads == 0)
+        most = _MOST_WIDE_TOGETHER if is_wide(problem) else _MOST_PACKED_TOGETHER
+        whole = next(heads for heads in range(most, 0, -1) if heads_of_share % heads == 0)
         in_turns = _PACKED_HEADS_PER_GROUP if columns == _NARROW else config.heads_per_group
         return replace(config, heads_together=whole, heads_per_group=in_turns)
     if columns == _NARROW and p.seqlen_k > _LONG:
