@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -128,6 +129,34 @@ def test_expanded_scales_are_compiled_too():
     expected = flash_attention_with_kv_cache(**given)
     compiled = torch.compile(flash_attention_with_kv_cache, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(**given), expected)
+
+
+@pytest.mark.parametrize("scale", [torch.tensor([2.0]).expand(2), torch.full((3, 2), 2.0)[1], torch.tensor(2.0)])
+def test_scales_that_are_not_written_are_compiled_as_they_are(scale):
+    """A row of an expanded tensor is contiguous, and a view all the same."""
+    given = call(k_scale=scale, v_scale=torch.ones(1, 2).expand(2, 2)[0])
+    expected = flash_attention_with_kv_cache(**given)
+    before = scale._version
+    compiled = torch.compile(flash_attention_with_kv_cache, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(**given), expected)
+    assert scale._version == before
+
+
+@pytest.mark.parametrize("key", [1e-43, 1e-38, math.nan])
+def test_tiny_keys_have_a_scale(key):
+    """1/448 of the largest may be 0: 0 / 0 would be NaN."""
+    caches, scales = [torch.zeros(1, 4, 1, 8, dtype=FP8) for _ in "kv"], [torch.zeros(1, 4, 1) for _ in "kv"]
+    k = torch.zeros(1, 1, 1, 8)
+    k[..., 0] = key
+    lengths = torch.zeros(1, dtype=torch.int32)
+    o = flash_attention_with_kv_cache(
+        torch.ones(1, 1, 1, 8), caches[0], caches[1], k, k, cache_seqlens=lengths, k_scale=scales[0], v_scale=scales[1]
+    )
+    if not math.isnan(key):
+        assert scales[0][0, 0, 0] >= 2**-126
+        torch.testing.assert_close(o, k, rtol=0.1, atol=1e-38)
+    else:
+        assert scales[0][0, 0, 0].isnan()
 
 
 def test_values_that_are_columns_of_the_keys_have_their_scale():

@@ -13,6 +13,7 @@ from flashmoe_science import (
     InputError,
     explain_with_kv_cache,
     flash_attention_with_kv_cache,
+    sparse_mla,
 )
 
 from .cache_cases import CACHE_CASES, CacheCase, Tensors, make_tensors
@@ -236,6 +237,16 @@ def test_the_page_of_a_sequence_that_padding_hides_is_not_checked():
     o, lse = call(tensors)
     assert not o.any()
     assert (lse == -torch.inf).all()
+
+
+def test_a_page_table_of_two_to_the_31_positions_is_refused():
+    """Kernels count positions in 32 bits: the number would wrap."""
+    table = torch.zeros(1, 2**25, dtype=torch.int32)
+    q, cache = torch.randn(1, 2, 1, 32), torch.randn(1, 64, 1, 32)
+    with pytest.raises(InputError, match=r"caches must have fewer than 2\*\*31 positions a sequence, got 2147483648"):
+        flash_attention_with_kv_cache(q, cache, cache, cache_seqlens=5, page_table=table)
+    with pytest.raises(InputError, match=r"caches must have fewer than 2\*\*31 positions a sequence, got 2147483648"):
+        sparse_mla(q, cache, torch.zeros(1, 1, 4, dtype=torch.int32), head_dim_v=16, page_table=table)
 
 
 def test_rotary_positions_are_checked(monkeypatch):

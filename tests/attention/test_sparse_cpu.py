@@ -242,6 +242,10 @@ class TestIndexer:
         assert found.dtype == torch.int32
         assert sorted(found[0, 0].tolist()) == [-1, -1, 0, 1, 2]
 
+    def test_without_heads_all_scores_are_equal(self):
+        found = sparse_mla_indices(torch.ones(1, 0, 2, 8), torch.ones(1, 4, 8), torch.ones(1, 2, 0), 2)
+        assert found.shape == (1, 2, 2)
+
     def test_products_beyond_fp16_hide_no_token(self):
         q, k, weights = (torch.full(shape, value, dtype=torch.float16) for shape, value in (
             ((1, 1, 1, 128), 23.0), ((1, 6, 128), 23.0), ((1, 1, 1), -1.0),
@@ -264,6 +268,7 @@ class TestIndexer:
             ({"weights": torch.ones(1, 1, 2)}, r"weights must have shape \[B, Sq, H\] = \[1, 2, 1\]"),
             ({"top_k": 0}, r"top_k must be an integer from 1 to 2\*\*31 - 1, got 0"),
             ({"seqlens_k": torch.ones(1)}, "seqlens_k must be int32"),
+            ({"seqlens_k": torch.tensor([8], dtype=torch.int32)}, "seqlens_k must be at most the 3 rows of k, got 8"),
             ({"q": 3}, "q must be a torch.Tensor"),
         ],
     )

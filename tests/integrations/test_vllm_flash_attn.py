@@ -144,6 +144,12 @@ def test_out_may_be_a_view_or_the_queries():
     torch.testing.assert_close(call["q"], expected)
 
 
+def test_an_expanded_out_is_refused_by_name():
+    q, k, starts = torch.randn(3, 2, 8), torch.randn(3, 1, 8), torch.tensor([0, 3], dtype=torch.int32)
+    with pytest.raises(InputError, match=r"out must have memory for every element, got strides \(0, 0, 0\)"):
+        flash_attn_varlen_func(q, k, k, 3, starts, 3, starts, out=torch.zeros(1, 1, 1).expand(3, 2, 8))
+
+
 def test_out_with_gradients_is_refused_by_name():
     q, starts = torch.randn(8, 4, 16, requires_grad=True), ints(0, 3, 8)
     with pytest.raises(UnsupportedError, match="out has no gradients, and they are required of an input"):

@@ -14,6 +14,7 @@ _LARGEST_FP32 = (2 - 2**-23) * 2.0**127
 LARGEST_SCALE = _LARGEST_FP32 / LOG2_E  # kernels take it times log2(e), in fp32
 
 MAX_SPLITS = 256
+MAX_POSITIONS = 2**31  # kernels count them in 32 bits
 # Of windows that hide nothing where bits are not to depend on the longest sequence: sums of bounds stay in 32 bits.
 _WIDEST_WINDOW = 2**29
 

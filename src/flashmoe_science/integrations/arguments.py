@@ -20,6 +20,7 @@ from ..attention.inputs import DTYPE_NAMES, check_flag
 from ..attention.problem import LARGEST_SCALE
 from ..errors import InputError, UnsupportedError, shown
 from ..gpu.checks import check_dense, check_storages, check_tensor as check_kind
+from ..gpu.memory_overlap import has_internal_overlap, is_expanded
 from ..gpu.subclasses import PLAIN_OR_NONE, has_own_meaning
 
 _is_compiling = torch.compiler.is_compiling
@@ -452,6 +453,8 @@ def write_out(out: Any, found: Any) -> Any:
     if out.shape != o.shape or out.dtype != o.dtype or out.device != o.device:
         expected = f"shape, dtype and device of the output, {list(o.shape)}, {o.dtype} and {o.device}"
         raise InputError(f"out must have {expected}, got {list(out.shape)}, {out.dtype} and {out.device}")
+    if is_expanded(out) or has_internal_overlap(out):
+        raise InputError(f"out must have memory for every element, got strides {out.stride()}")
     if o.requires_grad and torch.is_grad_enabled():
         raise UnsupportedError(
             "out has no gradients, and they are required of an input",

@@ -87,7 +87,7 @@ def flash_attn_varlen_func(
 
     Returns:
         o ``[Tq, H, DV]``, which is ``out`` where that is given; with ``return_softmax_lse`` the pair of o and lse
-        ``[H, Tq]`` fp32.
+        ``[H, Tq]`` fp32. Rows of ``out`` behind the last sequence may hold anything afterwards.
     """
     refuse_given(q_v=q_v, cp_tot_seqused_k=cp_tot_seqused_k)
     require_usual(0, cp_rank=cp_rank)

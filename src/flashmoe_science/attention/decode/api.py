@@ -288,7 +288,7 @@ def _call_operator(call: CacheCall) -> tuple[Tensor, Tensor]:
         if name not in tensors:
             raise InputError(f"{name} must be given with {other}, got None")
     for name in ("k_scale", "v_scale"):
-        if name in tensors and tensors[name].dim() < 3:  # not written; expanded, it cannot be declared as what is
-            given[name] = tensors[name].contiguous()
+        if name in tensors and tensors[name].dim() < 3:  # not written, but declared as what is: a view is refused
+            given[name] = tensors[name].clone()
     found = _attention_append_kv_cache(*map(given.get, _APPEND_NAMES))
     return found

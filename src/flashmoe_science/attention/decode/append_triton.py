@@ -56,7 +56,8 @@ def _quantise(x, scale_ptr, page, inside, h, fits, strides, BY_TOKEN: tl.constex
     """Return rows ``x`` [T, columns] in fp32 over their scale; by token it is 1/448 of the largest, and is stored."""
     if BY_TOKEN:
         largest = tl.max(tl.abs(x), 1)
-        scale = tl.where(largest == 0, 1.0, tl.div_rn(largest, 448.0))
+        scale = tl.maximum(tl.div_rn(largest, 448.0), 2.0**-126, propagate_nan=tl.PropagateNan.ALL)  # 0 / 0 is NaN
+        scale = tl.where(largest == 0, 1.0, scale)
         at = page * strides.page + inside.to(tl.int64) * strides.row + h.to(tl.int64) * strides.h
         tl.store(scale_ptr + at, scale, mask=fits)
         x = tl.div_rn(x, scale[:, None] + tl.zeros_like(x))

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from ...errors import InputError
-from ..problem import ITEM_BYTES, LARGEST_SCALE, LOG2_E, MAX_SPLITS, Strides, output_strides
+from ..problem import ITEM_BYTES, LARGEST_SCALE, LOG2_E, MAX_POSITIONS, MAX_SPLITS, Strides, output_strides
 
 _LARGEST_FP32 = (2 - 2**-23) * 2.0**127
 _WIDEST_WINDOW = 2**30  # of those that hide nothing: positions less it stay in 32 bits
@@ -80,6 +80,11 @@ class CacheProblem:
         for name in ("batch", "heads", "heads_kv", "seqlen_q", "capacity", "seqlen_new", "page_size"):
             if getattr(self, name) < 0:
                 raise InputError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.capacity >= MAX_POSITIONS:
+            raise InputError(
+                f"caches must have fewer than 2**31 positions a sequence, got {self.capacity}",
+                hint="a page table needs no more columns than the longest sequence has pages",
+            )
         for name in ("head_dim", "head_dim_v"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")

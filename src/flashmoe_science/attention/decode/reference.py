@@ -23,6 +23,7 @@ from ...gpu.ambient import without_autocast
 from .problem import CacheProblem
 
 _LARGEST_E4M3 = 448.0
+_SMALLEST_SCALE = 2.0**-126  # a quotient of tiny keys may be 0, and 0 / 0 is NaN
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interleaved: bool) -> Tensor:
@@ -81,7 +82,7 @@ def _store(tensors: Mapping[str, Tensor], side: str, rows: Tensor, page: int, in
         wide = rows.float()
         if scale is not None and by_token:
             largest = wide.abs().amax(-1)
-            scale[page, inside] = torch.where(largest == 0, 1.0, largest / _LARGEST_E4M3)
+            scale[page, inside] = torch.where(largest == 0, 1.0, (largest / _LARGEST_E4M3).clamp_min(_SMALLEST_SCALE))
             scale = scale[page, inside]
         if scale is not None:
             wide = wide / (scale if scale.dim() == 0 else scale[:, None])

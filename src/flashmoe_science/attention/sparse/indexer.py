@@ -8,6 +8,7 @@ from torch import Tensor
 from ...errors import InputError, shown
 from ...gpu.ambient import without_autocast
 from ...gpu.checks import check_memory, check_not_mixed, check_tensor
+from ...gpu.subclasses import is_untraced
 from ..checks import DTYPE_NAMES, check_place, check_shape
 
 _PRODUCTS = 1 << 27  # at a time: 512 MiB in fp32
@@ -57,7 +58,7 @@ def _best_tokens(
         return found
     keys = torch.arange(seqlen_k, device=q.device)
     lengths = torch.full((batch,), seqlen_k, device=q.device) if seqlens_k is None else seqlens_k
-    rows = max(1, _PRODUCTS // (batch * heads * seqlen_k))
+    rows = max(1, _PRODUCTS // (batch * max(1, heads) * seqlen_k))
     for first in range(0, seqlen_q, rows):
         part = slice(first, min(seqlen_q, first + rows))
         # [B, H, rows, S]. A product beyond fp16 counts as its largest number: infinity would look like a hidden token.
@@ -101,3 +102,5 @@ def _check(q: Tensor, k: Tensor, weights: Tensor, seqlens_k: Tensor | None) -> N
         check_shape("seqlens_k", seqlens_k, (batch,), "B")
         if seqlens_k.dtype != torch.int32:
             raise InputError(f"seqlens_k must be int32, got {seqlens_k.dtype}")
+        if seqlens_k.device.type == "cpu" and is_untraced(seqlens_k) and bool((seqlens_k > k.shape[1]).any()):
+            raise InputError(f"seqlens_k must be at most the {k.shape[1]} rows of k, got {int(seqlens_k.max())}")

@@ -6,7 +6,16 @@ import math
 from dataclasses import dataclass
 
 from ...errors import InputError
-from ..problem import ITEM_BYTES, LARGEST_SCALE, LOG2_E, MAX_SPLITS, Strides, dense_strides, output_strides
+from ..problem import (
+    ITEM_BYTES,
+    LARGEST_SCALE,
+    LOG2_E,
+    MAX_POSITIONS,
+    MAX_SPLITS,
+    Strides,
+    dense_strides,
+    output_strides,
+)
 
 # A row of a cache in fp8, in order: columns of e4m3, an fp32 scale for each SCALED_COLUMNS of them, columns of bf16.
 FP8_COLUMNS, SCALED_COLUMNS, ROTATED_COLUMNS = 512, 128, 64
@@ -51,6 +60,11 @@ class SparseProblem:
         for name in ("batch", "heads", "seqlen_q", "capacity", "top_k", "page_size"):
             if getattr(self, name) < 0:
                 raise InputError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.capacity >= MAX_POSITIONS:
+            raise InputError(
+                f"caches must have fewer than 2**31 positions a sequence, got {self.capacity}",
+                hint="a page table needs no more columns than the longest sequence has pages",
+            )
         if not 1 <= self.head_dim_v <= self.head_dim:
             raise InputError(f"head_dim_v must be from 1 to D = {self.head_dim}, got {self.head_dim_v}")
         if self.softmax_scale is not None and not abs(self.softmax_scale) <= LARGEST_SCALE:  # NaN is not
