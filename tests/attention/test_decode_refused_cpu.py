@@ -180,6 +180,10 @@ VALUES: dict[str, tuple[CacheCase, str, tuple[Any, int], str]] = {
     "padding": (
         dataclasses.replace(PLAIN, padding=(0, 5)), "leftpad_k", (1, 6), r"leftpad_k\[1\] must be .* length 5, got 6",
     ),
+    "padding behind new keys": (
+        dataclasses.replace(PLAIN, new=2, padding=(0, 7)), "leftpad_k", (1, 8),
+        r"leftpad_k\[1\] must be from 0 to the length 7 \(5 keys and 2 new\), got 8",
+    ),
     "row": (dataclasses.replace(PLAIN, rows=(0, 1)), "cache_batch_idx", (0, 2), r"cache_batch_idx\[0\] .* to 1, got 2"),
     "one row twice": (
         dataclasses.replace(PLAIN, rows=(0, 1), new=1), "cache_batch_idx", (0, 1), r"a row once .* got \[1, 1\]",
@@ -200,7 +204,7 @@ def test_values_are_checked_where_the_environment_asks_for_it(why, monkeypatch):
     assert torch.equal(tensors["k_cache"].isnan(), before["k_cache"].isnan()), "nothing was written"
 
 
-PLACES = ("length", "negative", "page", "no page", "row")
+PLACES = ("length", "negative", "page", "no page", "row", "one row twice")
 
 
 @pytest.mark.parametrize("why", PLACES)
@@ -214,6 +218,42 @@ def test_lengths_pages_and_rows_of_cpu_tensors_always_are_checked(why):
         call(tensors)
     for cache in ("k_cache", "v_cache"):
         torch.testing.assert_close(tensors[cache], before[cache], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("table", "refused"),
+    [
+        ([[1, 0], [1, 2]], "position 0 of page 1 twice, the second time for sequence 1"),
+        ([[0, 1], [2, 1]], "position 0 of page 1 twice, the second time for sequence 1"),
+        ([[0, 0], [2, 1]], "position 0 of page 0 twice, the second time for sequence 0"),
+        ([[0, 1], [2, 3]], ""),
+    ],
+)
+def test_no_two_new_keys_have_one_place(table, refused):
+    q, k, v = torch.randn(2, 2, 5, 8), torch.randn(2, 1, 5, 8), torch.randn(2, 1, 5, 8)
+    caches: dict[str, Any] = {name: torch.zeros(4, 4, 1, 8) for name in ("k_cache", "v_cache")}
+    lengths = torch.zeros(2, dtype=torch.int32)
+    options: dict[str, Any] = {**caches, "page_table": torch.tensor(table, dtype=torch.int32), "cache_seqlens": lengths}
+    if not refused:
+        flash_attention_with_kv_cache(q, k=k, v=v, **options)
+        return
+    with pytest.raises(InputError, match=f"^page_table must give each new key a place of its own, got {refused}$"):
+        flash_attention_with_kv_cache(q, k=k, v=v, **options)
+    assert not any(cache.any() for cache in caches.values())
+    flash_attention_with_kv_cache(q, **options)  # sequences may share pages that they only read
+
+
+def test_prompts_may_have_padding_before_their_first_key(monkeypatch):
+    """A batch of prompts of 8 and 5 tokens, the second padded on its left, into an empty cache."""
+    q, k, v = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 8, 16), torch.randn(2, 2, 8, 16)
+    options: dict[str, Any] = {"cache_seqlens": 0, "causal": True}
+    monkeypatch.setenv("FLASHMOE_CHECK", "1")
+    padding = torch.tensor([0, 3], dtype=torch.int32)
+    caches = torch.zeros(2, 2, 32, 2, 16)
+    found = flash_attention_with_kv_cache(q, caches[0], caches[1], k, v, leftpad_k=padding, **options)
+    alone = (x[1:, :, 3:] for x in (k, v))
+    expected = flash_attention_with_kv_cache(q[1:, :, 3:], *torch.zeros(2, 1, 32, 2, 16), *alone, **options)
+    torch.testing.assert_close(found[1:, :, 3:], expected)
 
 
 @pytest.mark.parametrize("why", ["window-pages-gone", "window-small-pages-gone", "leftpad-paged"])
@@ -257,21 +297,59 @@ def test_rotary_positions_are_checked(monkeypatch):
         call(tensors)
 
 
+def test_queries_at_one_position_need_one_row_of_rotation(monkeypatch):
+    """Those without a causal mask and a window."""
+    tensors = make_tensors(CacheCase("one", lengths=(4,), new=1, seqlen_q=4, rotary_dim=32))
+    expected = call(clone(tensors))[0]
+    tensors["rotary_cos"], tensors["rotary_sin"] = tensors["rotary_cos"][:5], tensors["rotary_sin"][:5]
+    monkeypatch.setenv("FLASHMOE_CHECK", "1")
+    assert torch.equal(call(clone(tensors))[0], expected)
+    for options in ({"causal": True}, {"window": (3, -1)}):
+        with pytest.raises(InputError, match="rotary_cos must have a row for position 7 of sequence 0, got 5 rows"):
+            call(tensors, **options)
+
+
 @pytest.mark.parametrize("other", ["k_cache", "v_cache"])
-@pytest.mark.parametrize("name", ["k", "v"])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_new_keys_lie_in_no_cache(name, other):
     """They would be overwritten before they are read; torch refuses such a copy too."""
     caches: dict[str, Any] = {"k_cache": torch.randn(1, 9, 2, 8), "v_cache": torch.randn(1, 9, 2, 8)}
     before = {each: cache.clone() for each, cache in caches.items()}
-    new: dict[str, Any] = {each: torch.randn(1, 2, 3, 8) for each in ("k", "v")}
+    new: dict[str, Any] = {each: torch.randn(1, 2, 3, 8) for each in ("q", "k", "v")}
     new[name] = caches[other][:, 4:7].transpose(1, 2)
     with pytest.raises(InputError, match=f"^{name} must have memory of its own, got some of {other}"):
-        flash_attention_with_kv_cache(torch.randn(1, 4, 3, 8), **caches, **new, cache_seqlens=5)
+        flash_attention_with_kv_cache(**caches, **new, cache_seqlens=5)
     assert all(torch.equal(caches[each], before[each]) for each in caches)
     beside = torch.randn(1, 12, 2, 8)  # a buffer that has a cache and what comes next
     caches[other] = beside[:, :9]
     new[name] = beside[:, 9:].transpose(1, 2)
-    flash_attention_with_kv_cache(torch.randn(1, 4, 3, 8), **caches, **new, cache_seqlens=5)
+    flash_attention_with_kv_cache(**caches, **new, cache_seqlens=5)
+
+
+@pytest.mark.parametrize("by_rows", [True, False])
+@pytest.mark.parametrize("first", [0, 4, 16])
+def test_written_scales_lie_beside_the_bytes_of_a_cache(first, by_rows):
+    """They may lie behind those of each key (``by_rows``) or of each page, in one buffer of bytes."""
+    pages, positions, columns = 3, 4, 16
+    buffer = torch.zeros(pages, positions * (columns + 4), dtype=torch.uint8)
+    if by_rows:
+        rows = buffer.view(pages, positions, 1, columns + 4)
+        cache, scale = rows[..., :columns], rows[..., first : first + 4].view(torch.float32)[..., 0]
+    else:
+        cache = buffer[:, : positions * columns].view(pages, positions, 1, columns)
+        start = positions * first
+        scale = buffer[:, start : start + positions * 4].view(torch.float32).view(pages, positions, 1)
+    cache = cache.view(torch.float8_e4m3fn)
+    given = cache, torch.zeros_like(cache), *torch.randn(2, pages, 1, 1, columns).half()
+    options: dict[str, Any] = {"k_scale": scale, "cache_seqlens": 1}
+    q = torch.randn(pages, 2, 1, columns).half()
+    if first == columns:
+        flash_attention_with_kv_cache(q, *given, **options)
+        assert scale[:, 1].all()
+        return
+    with pytest.raises(InputError, match=r"^k_scale must have memory of its own, got some of k_cache$"):
+        flash_attention_with_kv_cache(q, *given, **options)
+    assert not buffer.any()
 
 
 @pytest.mark.parametrize("left", [0, 3])

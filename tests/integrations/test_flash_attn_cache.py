@@ -204,7 +204,7 @@ def test_options_may_be_scalars_of_any_library():
 def test_padding_that_is_checked_on_request_has_the_name_of_flash_attn(monkeypatch):
     monkeypatch.setenv("FLASHMOE_CHECK", "1")
     padding = torch.tensor([0, 7], dtype=torch.int32)
-    _refused("cache_leftpad[1] must be from 0 to the length 4, got 7", cache_leftpad=padding)
+    _refused("cache_leftpad[1] must be from 0 to the length 5 (4 keys and 1 new), got 7", cache_leftpad=padding)
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)

@@ -97,7 +97,8 @@ def flash_attention_with_kv_cache(
         v_cache: the same with DV columns. ``k_cache[..., :DV]`` itself is read once for both: the absorbed form of MLA,
             D 576 and DV 512 with one K/V head. Then nothing can be appended.
         k: ``[B, HK, Sn, D]``, written to ``k_cache`` at positions ``cache_seqlens[b]`` and on. Needs ``v`` and
-            ``cache_seqlens``, and memory of its own. Keys that do not fit the cache are not written.
+            ``cache_seqlens``, and memory of its own; then q has its own too. Keys that do not fit the cache are not
+            written, and no two may have one place.
         v: ``[B, HK, Sn, DV]``, written to ``v_cache``.
         cache_seqlens: ``[B]`` int32: the keys in the cache before ``k``; or one number for all, which has to leave room
             for ``k``. Default: the cache is full. What lies behind changes no result, and its
@@ -208,7 +209,7 @@ def _run(call: CacheCall) -> tuple[Tensor, Tensor | None]:
         device = tensors["q"].device
         plan = plan_with_kv_cache(cache_problem_of(tensors, **options._asdict()), gpu_at(device), options.kernel)
         prepared = remember(_prepared, key, prepare_call(plan, device))
-    check_contents(tensors, options.window[0])
+    check_contents(tensors, options)
     return prepared(tensors)
 
 

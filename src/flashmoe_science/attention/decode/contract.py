@@ -433,10 +433,8 @@ def _check_shape(name: str, tensor: Tensor, expected: tuple[int, ...], letters: 
         raise InputError(words, hint=hint)
 
 
-def check_values(tensors: Mapping[str, Tensor], left: int) -> None:
+def check_values(tensors: Mapping[str, Tensor], options: CacheOptions) -> None:
     """Check lengths, pages, rows and positions on the host: ``FLASHMOE_CHECK=1``. It waits for the device.
-
-    ``left`` is the window's left bound, -1 for none.
 
     Raises:
         InputError: with the sequence, what was expected and what was got.
@@ -447,22 +445,21 @@ def check_values(tensors: Mapping[str, Tensor], left: int) -> None:
         raise UnsupportedError(
             "FLASHMOE_CHECK=1 reads lengths, and a graph is being captured", hint="capture without FLASHMOE_CHECK=1"
         )
-    check_places(tensors, left)
-    new = _room(tensors)[1]
+    check_places(tensors, options.window[0])
+    new, queries = _room(tensors)[1], q.shape[2]
+    if not options.causal and options.window == (-1, -1):
+        queries = min(queries, 1)  # all are rotated as the first
     for b, (length, pad) in enumerate(_lengths_and_padding(tensors)):
-        if not 0 <= pad <= length:
-            raise InputError(f"leftpad_k[{b}] must be from 0 to the length {length}, got {pad}")
+        if not 0 <= pad <= length + new:
+            parts = f" ({length} keys and {new} new)" if new else ""
+            raise InputError(f"leftpad_k[{b}] must be from 0 to the length {length + new}{parts}, got {pad}")
         if "rotary_cos" in tensors:
-            last = length + max(new, q.shape[2]) - 1
+            last = length + max(new, queries) - 1
             if last >= tensors["rotary_cos"].shape[0]:
                 raise InputError(
                     f"rotary_cos must have a row for position {last} of sequence {b}, "
                     f"got {tensors['rotary_cos'].shape[0]} rows"
                 )
-    if new and "cache_batch_idx" in tensors:
-        named = tensors["cache_batch_idx"].tolist()
-        if len(set(named)) < len(named):
-            raise InputError(f"cache_batch_idx must name a row once where k is appended, got {named}")
 
 
 def _lengths_and_padding(tensors: Mapping[str, Tensor]) -> list[tuple[int, int]]:
@@ -484,9 +481,12 @@ def check_places(tensors: Mapping[str, Tensor], left: int) -> None:
         if not 0 <= length <= capacity - new:
             raise InputError(f"cache_seqlens[{b}] must be {_in_words(capacity, new)}, got {length}")
     if "cache_batch_idx" in tensors:
-        for b, row in enumerate(tensors["cache_batch_idx"].tolist()):
+        named = tensors["cache_batch_idx"].tolist()
+        for b, row in enumerate(named):
             if not 0 <= row < rows:
                 raise InputError(f"cache_batch_idx[{b}] must be from 0 to {rows - 1}, got {row}")
+        if new and len(set(named)) < len(named):
+            raise InputError(f"cache_batch_idx must name a row once where k is appended, got {named}")
     if "page_table" not in tensors:
         return
     seqlen_q = tensors["q"].shape[2]
@@ -496,13 +496,21 @@ def check_places(tensors: Mapping[str, Tensor], left: int) -> None:
         seen = max(pad, end - seqlen_q - left if left >= 0 else 0, 0)
         keys.append((min(seen, before), end))
     check_pages(tensors["page_table"], rows, page_size, keys)
+    tables, taken = tensors["page_table"].tolist() if new else [], set()
+    for b, table in enumerate(tables):
+        for n in range(keys[b][1] - new, keys[b][1]):
+            place = table[n // page_size], n % page_size
+            if place in taken:
+                got = f"position {place[1]} of page {place[0]} twice, the second time for sequence {b}"
+                raise InputError(f"page_table must give each new key a place of its own, got {got}")
+            taken.add(place)
 
 
-def check_contents(tensors: Mapping[str, Tensor], left: int) -> None:
+def check_contents(tensors: Mapping[str, Tensor], options: CacheOptions) -> None:
     """Check at each call what a prepared call does not depend on: where the caches lie, and read integers.
 
-    A prepared call serves caches that lie elsewhere too, also one inside the other. ``left`` is the window's left
-    bound, -1 for none. Raises ``InputError`` and ``UnsupportedError``.
+    A prepared call serves caches that lie elsewhere too, also one inside the other. Raises ``InputError`` and
+    ``UnsupportedError``.
     """
     k_cache, v_cache = tensors["k_cache"], tensors["v_cache"]
     if not k_cache.is_cuda:
@@ -511,12 +519,12 @@ def check_contents(tensors: Mapping[str, Tensor], left: int) -> None:
     if "k" in tensors and not shares_memory(k_cache, v_cache) and meet(k_cache, v_cache):
         raise InputError("v_cache must have memory of its own, as k and v are written to it, got some of k_cache")
     if "k" in tensors:
-        _check_new_keys_apart(tensors)
+        _check_apart_from_caches(tensors)
         _check_scales_apart(tensors)
     if os.environ.get("FLASHMOE_CHECK") == "1":
-        check_values(tensors, left)
+        check_values(tensors, options)
     elif not tensors["q"].is_cuda:  # torch would find it out after it wrote the new keys of the sequences before
-        check_places(tensors, left)
+        check_places(tensors, options.window[0])
 
 
 def _check_scales_apart(tensors: Mapping[str, Tensor]) -> None:
@@ -526,21 +534,25 @@ def _check_scales_apart(tensors: Mapping[str, Tensor]) -> None:
         raise InputError("v_scale must have memory of its own, as scales of k and v are written, got some of k_scale")
 
 
-def _check_new_keys_apart(tensors: Mapping[str, Tensor]) -> None:
-    """Raise ``InputError`` where new keys or values lie in a cache: they may be overwritten before they are read."""
-    for name in ("k", "v"):
-        new = tensors[name]
-        for other in ("k_cache", "v_cache"):
-            cache = tensors[other]
-            plain = type(new) in PLAIN and type(cache) in PLAIN
-            if (
-                plain
-                and new.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr()
-                and meet(new.transpose(1, 2), cache)
-            ):
-                raise InputError(
-                    f"{name} must have memory of its own, got some of {other}", hint=".clone() makes a copy"
-                )
+def _check_apart_from_caches(tensors: Mapping[str, Tensor]) -> None:
+    """Raise ``InputError`` where q, what is appended or its scales lie in a cache, where new keys overwrite them."""
+    storages = {name: _storage(tensors[name]) for name in ("k_cache", "v_cache")}
+    for name in ("q", "k", "v", "k_scale", "v_scale"):
+        tensor = tensors.get(name)
+        if tensor is None or tensor.dim() < 3:
+            continue
+        storage = _storage(tensor)
+        for other, place in storages.items():
+            if storage is not None and storage == place:
+                axes = tensor[..., None] if tensor.dim() == 3 else tensor.transpose(1, 2)
+                in_bytes = (x[..., None].view(torch.uint8) for x in (axes, tensors[other]))
+                if meet(*in_bytes):
+                    hint = "" if "scale" in name else ".clone() makes a copy"
+                    raise InputError(f"{name} must have memory of its own, got some of {other}", hint=hint)
+
+
+def _storage(tensor: Tensor) -> int | None:
+    return tensor.untyped_storage().data_ptr() if type(tensor) in PLAIN else None
 
 
 def check_operator_call(call: CacheCall) -> None:
