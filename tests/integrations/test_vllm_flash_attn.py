@@ -302,6 +302,15 @@ def test_packed_queries_over_a_cache_of_fa3():
     torch.testing.assert_close(lse, expected_lse)
 
 
+PACKED: dict[str, Any] = {
+    "q": torch.ones(2, 4, 16), "cu_seqlens_q": ints(0, 1, 2), "max_seqlen_q": 1, "k": None, "v": None,
+}  # fmt: skip
+
+
+def test_packed_queries_that_are_changed_below_are_served():
+    assert flash_attn_3.flash_attn_with_kvcache(**cached(**PACKED)).shape == (2, 4, 16)
+
+
 def test_qv_of_mla():
     """Values that lie right before the keys, as vLLM splits the cache of MLA."""
     generator = torch.Generator().manual_seed(2)
@@ -317,8 +326,10 @@ def test_qv_of_mla():
     torch.testing.assert_close(found, expected.transpose(1, 2))
     with pytest.raises(UnsupportedError, match="qv is served where k_cache and v_cache are columns of one tensor"):
         flash_attn_3.flash_attn_with_kvcache(q, cache[..., 32:].clone(), cache[..., :32], qv=qv, **given)
-    with pytest.raises(InputError, match=r"qv must be a torch.Tensor \[B, Sq, H, DV\]"):
+    with pytest.raises(InputError, match=r"qv must have shape .* = \[2, 1, 4, 32\], got \[2, 1, 4, 31\]"):
         flash_attn_3.flash_attn_with_kvcache(q, cache[..., 32:], cache[..., :32], qv=qv[..., 1:], **given)
+    with pytest.raises(InputError, match=r"v_cache must be a torch.Tensor of 4 .*, got torch.float32 \[32\]"):
+        flash_attn_3.flash_attn_with_kvcache(q, cache[..., 32:], cache[0, 0, 0, :32], qv=qv, **given)
 
 
 def test_combine_of_fa3():
@@ -331,6 +342,8 @@ def test_combine_of_fa3():
     torch.testing.assert_close(lse, lses.logsumexp(0))
     with pytest.raises(InputError, match="lse_partial must be a float32 tensor of 4 dimensions"):
         flash_attn_3.flash_attn_combine(parts, lses[0])
+    with pytest.raises(InputError, match=r"out_partial must be a float32 .*, got torch.float16 \[3, 2, 5, 4, 16\]"):
+        flash_attn_3.flash_attn_combine(parts.half(), lses)
     wrong: tuple[Any, ...] = (torch.int32, "bf16")
     for bad in wrong:
         with pytest.raises(InputError, match="out_dtype must be None, float16, bfloat16 or float32"):
@@ -349,13 +362,17 @@ def test_combine_of_fa3():
             {"cu_seqlens_q": ints(0, 1, 2), "k": None, "v": None, "page_table": None}, UnsupportedError,
             "cu_seqlens_q is served with a page_table only",
         ),
-        ({"cu_seqlens_q": ints(0, 1, 2), "k": None, "v": None}, InputError, "max_seqlen_q a number with cu_seqlens_q"),
+        ({**PACKED, "max_seqlen_q": None}, InputError, "max_seqlen_q must be a number with cu_seqlens_q, got None"),
+        ({**PACKED, "cache_seqlens": 3}, InputError, "cache_seqlens must be a tensor with cu_seqlens_q, got 3"),
+        ({**PACKED, "k_cache": None}, InputError, r"k_cache must be .* \[pages, page_size, HK, D\], got None"),
+        ({**PACKED, "k_cache": torch.ones(9)}, InputError, r"k_cache must be .* got torch.float32 \[9\]"),
+        ({**PACKED, "page_table": ints(1)[0]}, InputError, r"page_table must be .* \[B, P\], got torch.int32 \[\]"),
         ({"num_splits": -1}, InputError, "num_splits must be an integer"),
         ({"q": torch.ones(2, 2, 4, 16).to(FP8)}, UnsupportedError, "q in fp8 is not served, got torch.float8_e4m3fn"),
         ({"k_cache": torch.ones(4, 2, 16).to(FP8), "k_descale": torch.ones(2, 2)}, InputError, "k_cache must have"),
         ({"k_cache": torch.ones(10, 4, 2, 16).to(FP8)}, InputError, "v_cache must have the dtype of k_cache"),
         ({"k_descale": torch.ones(2)}, InputError, "k_descale must be None or a float32 tensor"),
-        ({"q": torch.ones(2, 16)}, InputError, r"q must be a torch.Tensor of 4 dimensions \[B, S, H, D\]"),
+        ({"q": torch.ones(2, 16)}, InputError, r"q must be .* \[B, S, H, D\], got torch.float32 \[2, 16\]"),
     ],
 )  # fmt: skip
 def test_what_a_cache_of_fa3_is_not_served_with(changes, error, message):

@@ -420,6 +420,11 @@ def refuse_fp8(hint: str, **given: object) -> None:
             raise UnsupportedError(f"{name} in fp8 is not served, got {tensor.dtype}", hint=hint)
 
 
+def described(value: object) -> str:
+    """Return dtype and shape of a tensor, or another value, as messages have them."""
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else shown(value)
+
+
 def check_descales(**descales: object) -> None:
     """Raise ``InputError`` unless each is None, or fp32 ``[B, HK]``.
 
@@ -429,8 +434,7 @@ def check_descales(**descales: object) -> None:
         if descale is not None and not (
             isinstance(descale, Tensor) and descale.dim() == 2 and descale.dtype == torch.float32
         ):
-            got = f"{descale.dtype} {list(descale.shape)}" if isinstance(descale, Tensor) else shown(descale)
-            raise InputError(f"{name} must be None or a float32 tensor [B, HK], got {got}")
+            raise InputError(f"{name} must be None or a float32 tensor [B, HK], got {described(descale)}")
 
 
 def require_usual(usual: int, **options: object) -> None:

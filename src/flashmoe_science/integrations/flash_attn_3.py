@@ -33,6 +33,7 @@ from .arguments import (
     check_descales,
     check_kinds,
     contiguous_columns,
+    described,
     forward_only,
     is_fp8,
     plain,
@@ -146,7 +147,7 @@ def flash_attn_combine(
     for name, tensor, axes in given:
         check_kinds(**{name: tensor})
         if not isinstance(tensor, Tensor) or tensor.dim() != axes or tensor.dtype != torch.float32:
-            raise InputError(f"{name} must be a float32 tensor of {axes} dimensions")
+            raise InputError(f"{name} must be a float32 tensor of {axes} dimensions, got {described(tensor)}")
     if out_dtype not in (None, *DTYPE_NAMES):
         raise InputError(f"out_dtype must be None, float16, bfloat16 or float32, got {shown(out_dtype)}")
     names = {"outs": "out_partial", "lses": "lse_partial"}
@@ -221,6 +222,8 @@ def flash_attn_with_kvcache(
         _refuse_with_packed(only_dense, page_table, cache_seqlens, max_seqlen_q)
         refuse_fp8("pass queries [B, Sq, H, D]", k_cache=k_cache, v_cache=v_cache)
         assert page_table is not None
+        _check_axes("k_cache", k_cache, "pages, page_size, HK, D")
+        _check_axes("page_table", page_table, "B, P")
         most_queries: Any = plain(max_seqlen_q)
         longest = page_table.shape[-1] * k_cache.shape[1]
         return forward_only(
@@ -303,9 +306,16 @@ def _scale(name: str, descale: Tensor | None, q: Any, cache: Any, *, can_differ:
 def _turned(**given: Any) -> list[Any]:
     """Return tensors ``[B, S, H, D]`` as ``[B, H, S, D]``. Raises ``InputError``."""
     for name, tensor in given.items():
-        if tensor is not None and (not isinstance(tensor, Tensor) or tensor.dim() != 4):
-            raise InputError(f"{name} must be a torch.Tensor of 4 dimensions [B, S, H, D]")
+        if tensor is not None:
+            _check_axes(name, tensor, "B, S, H, D")
     return [None if tensor is None else contiguous_columns(tensor).transpose(1, 2) for tensor in given.values()]
+
+
+def _check_axes(name: str, tensor: object, letters: str) -> None:
+    """Raise ``InputError`` unless it is a tensor with as many axes as there are letters."""
+    axes = letters.count(",") + 1
+    if not isinstance(tensor, Tensor) or tensor.dim() != axes:
+        raise InputError(f"{name} must be a torch.Tensor of {axes} dimensions [{letters}], got {described(tensor)}")
 
 
 def _refuse_with_packed(
@@ -316,16 +326,22 @@ def _refuse_with_packed(
             raise UnsupportedError(f"{name} is not served with cu_seqlens_q", hint="pass queries [B, Sq, H, D]")
     if not isinstance(page_table, Tensor):
         raise UnsupportedError("cu_seqlens_q is served with a page_table only", hint="pass queries [B, Sq, H, D]")
-    if not isinstance(cache_seqlens, Tensor) or max_seqlen_q is None:
-        raise InputError("cache_seqlens must be a tensor and max_seqlen_q a number with cu_seqlens_q")
+    if not isinstance(cache_seqlens, Tensor):
+        raise InputError(f"cache_seqlens must be a tensor with cu_seqlens_q, got {shown(cache_seqlens)}")
+    if max_seqlen_q is None:
+        raise InputError("max_seqlen_q must be a number with cu_seqlens_q, got None")
 
 
 def _absorbed(q: Any, qv: Any, k_cache: Any, v_cache: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries and caches of ``q . k + qv . v`` as of one product, where values and keys lie in one row."""
-    kinds = [isinstance(tensor, Tensor) and tensor.dim() == 4 for tensor in (q, qv, k_cache, v_cache)]
-    if not all(kinds) or qv.shape != (*q.shape[:3], v_cache.shape[3]):
-        raise InputError("qv must be a torch.Tensor [B, Sq, H, DV], as many columns as v_cache")
+    for name, tensor in (("q", q), ("qv", qv)):
+        _check_axes(name, tensor, "B, Sq, H, D")
+    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
+        _check_axes(name, tensor, "B or pages, positions, HK, D")
     columns = v_cache.shape[3]
+    expected = [*q.shape[:3], columns]
+    if [*qv.shape] != expected:
+        raise InputError(f"qv must have shape [B, Sq, H, DV] = {expected}, got {list(qv.shape)}")
     side_by_side = (
         k_cache.stride() == v_cache.stride()
         and k_cache.shape[:3] == v_cache.shape[:3]
