@@ -128,8 +128,13 @@ BAD: dict[str, tuple[Any, str]] = {
     "lengths": (lambda: Made.prefix(torch.ones(2, 2, dtype=torch.int64), 4), "lengths must be int32 or int64"),
     "seqlen": (lambda: Made.prefix(torch.ones(2, dtype=torch.int64), 4.0), "seqlen must be an integer"),
     "parents": (lambda: Made.tree([0, 1]), "parents must be a torch.Tensor, got list"),
-    "parents behind the last": (lambda: Made.tree(torch.tensor([-1, 2])), "parents must be from -1 (none) to 1"),
-    "parents before -1": (lambda: Made.tree(torch.tensor([-1, -2])), "parents must be from -1 (none) to 1"),
+    "parents behind the last": (lambda: Made.tree(torch.tensor([-1, 2])), "parents must be from -1 (none) to 1, got 2"),
+    "parents before -1": (lambda: Made.tree(torch.tensor([-1, -2])), "parents must be from -1 (none) to 1, got -2"),
+    "a cycle": (lambda: Made.tree(torch.tensor([1, 2, 0])), "parents must have no cycle, got one through tokens 0 and"),
+    "a cycle below": (
+        lambda: Made.tree(torch.tensor([[-1, 0, 1, 2], [-1, 3, 0, 1]])),
+        "parents must have no cycle, got one through tokens 1 and 3",
+    ),
     "indices": (lambda: Made.blocks(torch.zeros(1, 1, 2, 1).int(), 128, 100, 100), "for each of 1 blocks of"),
     "size": (lambda: Made.blocks(torch.zeros(1, 1, 1, 1).int(), 96, 90, 90), "block_size must be a multiple of"),
 }  # fmt: skip

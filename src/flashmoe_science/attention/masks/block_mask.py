@@ -136,13 +136,18 @@ class BlockMask:
         _check_integers("parents", parents, (1, 2), "[N] or [B, N]")
         _check_length("keys_before", keys_before)
         parents = parents[None] if parents.dim() == 1 else parents
-        if bool(((parents < -1) | (parents >= parents.shape[1])).any()):
-            raise InputError(f"parents must be from -1 (none) to {parents.shape[1] - 1}, got others")
+        outside = parents[(parents < -1) | (parents >= parents.shape[1])].tolist()
+        if outside:
+            raise InputError(f"parents must be from -1 (none) to {parents.shape[1] - 1}, got {outside[0]}")
         batch, tokens = parents.shape
         numbers = torch.arange(tokens, device=parents.device)
         reached = (parents[:, :, None] == numbers) | torch.eye(tokens, dtype=torch.bool, device=parents.device)
         for _ in range(max(1, tokens).bit_length()):  # each step doubles the generations
             reached = torch.bmm(reached.float(), reached.float()) > 0
+        around = (reached & reached.mT).triu(1).nonzero().tolist()
+        if around:
+            _, one, other = around[0]
+            raise InputError(f"parents must have no cycle, got one through tokens {one} and {other}")
         before = torch.ones(batch, tokens, keys_before, dtype=torch.bool, device=parents.device)
         return cls.from_dense(torch.cat([before, reached], -1)[:, None])
 
