@@ -54,7 +54,7 @@ _SHARES_IN_TURNS, _SINGLE_HEADS_IN_TURNS = 8, 4
 # number of documents and the longest, and takes the others for a quarter of that. An SM then needs these many key
 # tiles, so that unlike lengths leave none idle. One long walk outlasts all others. Causal shares of two heads, or with
 # short walks, gain only where tiles are few; of single heads, s7t1 ran at 0.67 of s1t7 (27 documents up to 4k).
-_OTHERS = 4
+_LENGTH_OF_OTHERS = 1 / 4
 _CAUSAL_TILES_OF_AN_SM, _FULL_TILES_OF_AN_SM = 3.4, 1.7
 _SHORTEST_WALK, _LONGEST_WALK = 64, 1024  # steps of a share in the longest document
 _SMALLEST_SHARE, _FEW_TILES = 2, 1 / 4  # heads, and the part of the tiles above
@@ -215,7 +215,7 @@ def _packed_shares(problem: BackwardProblem, config: HopperBackwardConfig, gpu: 
     if is_other or p.group == 1 or p.seqlen_k > 2 * p.seqlen_q:
         return 1
     longest = cdiv(p.seqlen_k, config.keys) * p.heads_kv * problem.head_parts
-    tiles = longest * (1 + (p.batch - 1) / _OTHERS) / gpu.sms
+    tiles = longest * (1 + (p.batch - 1) * _LENGTH_OF_OTHERS) / gpu.sms
     enough = _CAUSAL_TILES_OF_AN_SM if p.causal else _FULL_TILES_OF_AN_SM
     fewest_heads = _SMALLEST_SHARE if tiles < _FEW_TILES * enough else 2 * _SMALLEST_SHARE
     steps = cdiv(p.seqlen_q, config.block_m)  # of the longest walk over one head

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...gpu.gluon_sm90 import make_barriers, make_tiles, wait_for_kernel_before
 from ...gpu.gluon_versions import barrier, tma_load
 from ..kernel_arguments import KVSplits, LatentSizes, NewStrides, PageStrides
-from .fp8_primitives import SPLIT_PAIRS
+from .fp8_primitives import HEADROOM, LEVEL, SPLIT_PAIRS
 from .primitives_sm90 import (
     COLUMNS,
     KEYS,
@@ -43,8 +43,6 @@ from .primitives_sm90 import (
 _PAIRS = gl.constexpr(COLUMNS.value // 2)
 _MORE_PAIRS = gl.constexpr(MORE.value // 2)
 _PART = gl.constexpr(64)  # pairs that are multiplied at once: 128 bytes of a row
-_HEADROOM = gl.constexpr(14.0)  # log2 of the largest P times a scale: small ones are not subnormal
-_LEVEL = gl.constexpr(2.0**-14)
 _LEAST = gl.constexpr(2.0**-80)  # of a scale, as a row's maximum counts it: P itself stays finite
 _OF_QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
@@ -126,11 +124,11 @@ def _scores(s, k, q_even, q_odd, FIRST: gl.constexpr, PAIRS: gl.constexpr, layou
 
 @gluon.jit
 def _weights(s, m, size):
-    """Return ``2**_HEADROOM * exp2(s - m)``; ``size``: log2 of each key's scale.
+    """Return ``2**HEADROOM * exp2(s - m)``; ``size``: log2 of each key's scale.
 
     A scale's logarithm is rounded, and so are sums with large scores: P times the scale stays below what fp16 holds.
     """
-    power, most = s - m[None, :] + _HEADROOM, (_HEADROOM + 1.0 - size)[:, None]
+    power, most = s - m[None, :] + HEADROOM, (HEADROOM + 1.0 - size)[:, None]
     return gl.exp2(gl.where(power > most, most, power))  # NaN stays
 
 
@@ -248,10 +246,10 @@ def _few_rows_fp8_sm90_kernel(
 
     q_even, q_odd, more_even, more_odd, power = _prepare_queries(q_ptr, b, first_row, sizes.seqlen_q, q_strides, HEADS)
     factor = gl.convert_layout(power, of_rows) * scale_log2  # on scores
-    v_scale = _LEVEL
+    v_scale = LEVEL
     if k_scale_ptr is not None and not BY_TOKEN:
         factor *= gl.load(k_scale_ptr)
-        v_scale = gl.load(k_scale_ptr) * _LEVEL
+        v_scale = gl.load(k_scale_ptr) * LEVEL
     fence_async_shared()
     barrier()
 
@@ -306,7 +304,7 @@ def _few_rows_fp8_sm90_kernel(
 
     if o_part_ptr is None:  # then no sequence has two shares
         o_part_ptr, sums_part_ptr = o_ptr, o_ptr
-    total = gl.sum(l, 0) * _LEVEL
+    total = gl.sum(l, 0) * LEVEL
     _store_sums(m, total, lse_ptr, sums_part_ptr, b, chunk, count, first_row, sizes.seqlen_q, HEADS, STORE_LSE)
     parts = ((e0, o0), (e1, o1), (e2, o2), (e3, o3))
     for part in gl.static_range(4):

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 HEADROOM: tl.constexpr = tl.constexpr(14.0)  # log2 of the largest P
-_LEVEL: tl.constexpr = tl.constexpr(2.0**-14)
+LEVEL: tl.constexpr = tl.constexpr(2.0**-14)
 # Two pairs of e4m3 become two numbers of fp16 from their even places, and two from their odd ones.
 SPLIT_PAIRS: tl.constexpr = tl.constexpr("""{
     .reg .b32 bytes;
@@ -147,6 +147,6 @@ def finish_columns(acc, acc_odd, l, v_scale_ptr, v_scale_base, CALL: tl.constexp
     if v_scale_ptr is not None and not CALL.V_BY_TOKEN:
         acc *= tl.load(v_scale_base)
     if CALL.IN_FP16:  # P has headroom
-        acc *= _LEVEL
-        l *= _LEVEL
+        acc *= LEVEL
+        l *= LEVEL
     return acc, l
