@@ -11,9 +11,11 @@ import torch
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from flashmoe_science.attention.forward import bias_primitives_sm90 as bias
-from flashmoe_science.attention.forward import primitives_sm90 as shared
-from flashmoe_science.attention.forward import variants_gluon_sm90 as kernel
+from flashmoe_science.attention.forward import (
+    bias_primitives_sm90 as bias,
+    primitives_sm90 as shared,
+    variants_gluon_sm90 as kernel,
+)
 from flashmoe_science.attention.problem import LOG2_E
 
 from .gluon_in_python import plain
@@ -27,7 +29,8 @@ def _gluon() -> Any:
     """Return Gluon's operations on tensors of torch; layouts are nothing."""
     return types.SimpleNamespace(
         max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), maximum=torch.maximum, where=torch.where,
-        exp2=torch.exp2, log2=torch.log2, reshape=torch.reshape, convert_layout=lambda x, _: x, float32=torch.float32,
+        exp2=torch.exp2, log2=torch.log2, reshape=torch.reshape,
+        fma=lambda x, y, z: (x.double() * y + z).float(), convert_layout=lambda x, _: x, float32=torch.float32,
         SliceLayout=lambda *_: None, full=lambda shape, value, *_: torch.full(shape, value),
         load=lambda pointer: pointer, arange=lambda *_: torch.arange(ROWS), bfloat16=torch.bfloat16,
         int64=torch.int64,
@@ -49,12 +52,13 @@ def _wrap(x: torch.Tensor) -> _Tensor:
 
 NAMES: dict[str, Any] = {
     "gl": _gluon(), "pack": lambda p, dtype: p.to(dtype), "LARGEST_SUM": 1024.0, "_LOG2_E": LOG2_E,
+    "_LN_2": 1 / LOG2_E,
     "is_too_large": lambda sums: bool((sums > 1024.0).any()), "_to_fp32": lambda x: x.to(torch.float32),
 }  # fmt: skip
 for _name, _module in (
-    ("partial_sums", shared), ("rescale", shared), ("_raise_max", bias), ("_exponentials", bias), ("add_bias", bias),
-    ("first_biased", bias), ("fold_biased", bias), ("biased_step", bias), ("normalise_biased", bias),
-    ("_store_lse", kernel),
+    ("partial_sums", shared), ("rescale", shared), ("_power", bias), ("_raise_max", bias), ("_exponentials", bias),
+    ("read_bias", bias), ("add_bias", bias), ("first_biased", bias), ("fold_biased", bias), ("biased_step", bias),
+    ("normalise_biased", bias), ("lse_biased", bias), ("_store_lse", kernel),
 ):  # fmt: skip
     NAMES[_name] = plain(getattr(_module, _name), **NAMES)
 
@@ -70,14 +74,16 @@ def attend(q, k, v, added, hidden, sinks, *, scale: float) -> tuple[torch.Tensor
         inner_scale=scale, bias_ring=ring, q_desc=types.SimpleNamespace(dtype=q.dtype), DV1=0, HAS_BIAS=True,
         HAS_SINKS=sinks is not None, sinks_ptr=sinks, IS_PACKED=False, seqlen_q=ROWS, heads=1, lse_ptr=torch.tensor(0),
     )  # fmt: skip
-    acc, m = _wrap(torch.zeros(ROWS, DV)), _wrap(torch.full((ROWS,), bias.BIASED_START.value))
+    acc: Any = _wrap(torch.zeros(ROWS, DV))
+    m: Any = _wrap(torch.full((ROWS,), bias.BIASED_START.value))
     total = NAMES["partial_sums"](_wrap(torch.zeros(ROWS, COLUMNS)))
-    packed = None
+    packed: Any = None
     for i in range(TILES):
         keys = slice(COLUMNS * (TILES - 1 - i), COLUMNS * (TILES - i))
         if packed is not None:
             acc = acc + packed.float() @ v[COLUMNS * (TILES - i) : COLUMNS * (TILES - i + 1)].float()
-        s = NAMES["add_bias"](_wrap(q.float() @ k[keys].float().T), a, i, 0)
+        s: Any = _wrap(q.float() @ k[keys].float().T)
+        s = NAMES["add_bias"](s, NAMES["read_bias"](s, a, i, 0), a)
         masked = hidden[:, keys]
         s = torch.where(masked, -math.inf, s)
         if i == 0:

@@ -73,7 +73,9 @@ COMPILED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", all_but(COMPILED, "d64-everything", "d80-causal-softcap", "d128-alibi", "d128-bias-window-sinks"))
+@pytest.mark.parametrize(
+    "name", all_but(COMPILED, "d64-everything", "d80-causal-softcap", "d128-alibi", "d128-bias-window-sinks")
+)
 def test_kernels_compile(name, tmp_path):
     """As ``forward_gluon_sm90``: no spills in loops over keys, and in those without a mask the products side by side.
 
@@ -228,8 +230,8 @@ def test_a_bias_is_as_large_as_its_own_axes(strides, tile, shape):
     assert prepared.tensors.index("bias") == len(prepared.tensors) - 1
     call = dict(prepared.source.constants)["CALL"]
     own = tuple(bool(stride) for stride in strides[:3])
-    assert (call.BIAS_BATCH, call.BIAS_HEADS, call.BIAS_ROWS) == own
-    assert call.BATCH_INNER == (own[:2] == (False, True))
+    assert own == (call.BIAS_BATCH, call.BIAS_HEADS, call.BIAS_ROWS)
+    assert (own[:2] == (False, True)) == call.BATCH_INNER
 
 
 @pytest.mark.parametrize("head_dims", [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)])

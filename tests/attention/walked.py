@@ -170,7 +170,8 @@ class Walk:
         special = {"ctaid.x": program, "nctaid.x": self.programs}
         names = {
             "gl": _gluon(), "special_register": special.__getitem__, "rematerialize": int,
-            "fetch_next": fetch_next, "get_fetched": get_fetched, "wait_for_kernel_before": _Nothing(), "fill_bias": fill_bias,
+            "fetch_next": fetch_next, "get_fetched": get_fetched, "wait_for_kernel_before": _Nothing(),
+            "fill_bias": fill_bias,
             "slot_of": lambda i, stages: i % stages, "lap_of": lambda i, stages: i // stages,
         }  # fmt: skip
         rows = types.SimpleNamespace(put=put, publish=_Nothing())
@@ -192,9 +193,19 @@ class Walk:
             return tile[0]
 
         def first_step(
-            _q: Any, m: Any, total: Any, _zero: Any, _a: Any, i: int, _n: int, _slope: Any, position: int, key: int, W: int
+            _q: Any,
+            m: Any,
+            total: Any,
+            _zero: Any,
+            _a: Any,
+            i: int,
+            _n: int,
+            _slope: Any,
+            position: int,
+            key: int,
+            W: int,
         ) -> Any:
-            assert W == w
+            assert w == W
             found[-1].placed.append((i, position, key))
             found[-1].masked.append((i, position, key))
             return _Nothing(), m, total

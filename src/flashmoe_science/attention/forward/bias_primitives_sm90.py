@@ -5,11 +5,11 @@ reads the slot as they are laid out, 16 bits an element, and releases it: the ne
 from memory into registers would take 32 instructions a thread and tile of 128 keys, each of eight lines of the L1
 cache and half of every sector, and 32 registers from before the product to behind it.
 
-Exponentials are to base e, as those of ``forward_triton`` with a bias: the smallest number of bf16, a common mask, is
-infinite times log2(e). A row whose keys all have it weighs them equally; one whose keys all have -inf sees none.
+Maxima are to base e, as those of ``forward_triton`` with a bias: the lowest number of bf16, a common mask, is infinite
+times log2(e). A row whose keys all have it weighs them equally; one whose keys all have -inf sees none.
 
 Predicted, D 128 and 8k keys, in parts of the plain kernel's rate: 0.8 full and causal, and D 64 0.75. A score costs
-three instructions more, of which there are 3.5 beside the exponential, and half of a tile's time at D 128 is free.
+two instructions more, one to widen its bias and one to add it, beside three and a half and the exponential.
 A bias of each head and sequence is read at 3.0 TB/s there, and at 4.6 at D 64: an H100 has 3.35, so at most 0.65.
 """
 
@@ -17,15 +17,26 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
-from ...gpu.gluon_sm90 import named_barrier, pack
+from ...gpu.gluon_sm90 import lap_of, named_barrier, pack, slot_of
 from ...gpu.gluon_versions import tma_load
-from .primitives_sm90 import LARGEST_SUM, ROWS, is_too_large, partial_sums, rescale
+from .primitives_sm90 import (
+    LARGEST_SUM,
+    ROWS,
+    is_too_large,
+    issue_output,
+    issue_scores,
+    partial_sums,
+    rescale,
+    warp_scheduler_arrive,
+    warp_scheduler_sync,
+)
 
 # Below all that is finite in 16 bits, and not -inf: -inf - -inf is NaN.
 BIASED_START = gl.constexpr(-3.4028234663852886e38)
 _LOG2_E = gl.constexpr(1.4426950408889634)
+_LN_2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
@@ -58,12 +69,52 @@ def _to_fp32(bias):
 
 
 @gluon.jit
-def add_bias(s, a, i, W: gl.constexpr):
-    """Return the scores of the i-th key tile, scaled, with the bias added; a bias of one row serves all rows."""
+def read_bias(s, a, i, W: gl.constexpr):
+    """Return the bias of the i-th key tile, laid out as scores; a bias of one row serves all rows."""
     tile, _ = a.bias_ring.wait(W, i)
-    s = s * a.inner_scale + _to_fp32(tile.load(s.type.layout))
+    bias = tile.load(s.type.layout)
     a.bias_ring.release(W)
-    return s
+    return bias
+
+
+@gluon.jit
+def add_bias(s, bias, a):
+    """Return scores, scaled, with the bias added."""
+    return s * a.inner_scale + _to_fp32(bias)
+
+
+@gluon.jit
+def multiply_biased(q, acc, more, packed, zero, a, i, W: gl.constexpr, IS_EDGE: gl.constexpr):
+    """As ``multiply``, with the bias added to the scores.
+
+    It is read under the output product. Behind the wait for that, ptxas would read it piece by piece between
+    exponentials, and release the slot after most of them.
+    """
+    slot, before = slot_of(i, a.STAGES), slot_of(i - 1, a.STAGES)
+    k = a.k_ring.wait(slot, lap_of(i, a.STAGES))
+    warp_scheduler_sync(a, W)
+    s = issue_scores(q, k, zero, a.D1)
+    v = a.v_ring.wait(before, lap_of(i - 1, a.STAGES))
+    acc, more, p = issue_output(packed, v, acc, more, a)
+    warp_scheduler_arrive(a, W)
+    if IS_EDGE:
+        s, acc, more, _ = warpgroup_mma_wait(0, deps=[s, acc, more, p])
+        a.k_ring.release(slot)
+        bias = read_bias(s, a, i, W)
+    else:
+        s = warpgroup_mma_wait(2 if a.DV1 > 0 else 1, deps=[s])
+        a.k_ring.release(slot)
+        bias = read_bias(s, a, i, W)
+        acc, more, _ = warpgroup_mma_wait(0, deps=[acc, more, p])
+    a.v_ring.release(before)
+    return add_bias(s, bias, a), acc, more
+
+
+@gluon.jit
+def _power(x, m):
+    """Return e to the power of x - m, with the bits of ``biased_step`` where m times log2(e) is finite."""
+    base = gl.where(m * _LOG2_E == -float("inf"), m, 0.0)
+    return gl.exp2(gl.fma(x - base, _LOG2_E, (base - m) * _LOG2_E))
 
 
 @gluon.jit
@@ -73,14 +124,14 @@ def _raise_max(s, m, l, sums=None):
     m_new = gl.maximum(m, largest)
     if sums is not None:
         m_new = gl.where(gl.convert_layout(gl.max(sums, 1), m.type.layout) > LARGEST_SUM, m_new, m)
-    alpha = gl.exp2((m - m_new) * _LOG2_E)
+    alpha = _power(m, m_new)
     return m_new, l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None], alpha
 
 
 @gluon.jit
 def _exponentials(s, m, l, a):
     """Return P, packed, and its sums, laid out as ``l``."""
-    p = gl.exp2((s - gl.convert_layout(m, gl.SliceLayout(1, s.type.layout))[:, None]) * _LOG2_E)
+    p = _power(s, gl.convert_layout(m, gl.SliceLayout(1, s.type.layout))[:, None])
     return pack(p, a.q_desc.dtype), gl.convert_layout(partial_sums(p), l.type.layout)
 
 
@@ -103,8 +154,15 @@ def fold_biased(s, acc, more, m, l, a):
 
 @gluon.jit
 def biased_step(s, acc, more, m, l, a):
-    """Take the exponentials of scores below the maximum so far; raise it only where a sum is too large."""
-    packed, sums = _exponentials(s, m, l, a)
+    """Take the exponentials of scores below the maximum so far; raise it only where a sum is too large.
+
+    One instruction a score gives its exponent. Below a maximum that is infinite times log2(e) sums become inf or NaN.
+    """
+    top = gl.convert_layout(-(m * _LOG2_E), gl.SliceLayout(1, s.type.layout))[:, None]
+    p = gl.exp2(gl.fma(s, _LOG2_E, top))
+    packed = pack(p, a.q_desc.dtype)
+    sums = gl.convert_layout(partial_sums(p), l.type.layout)
+    sums = gl.where(sums <= LARGEST_SUM, sums, float("inf"))
     if is_too_large(sums):
         m, l, alpha = _raise_max(s, m, l, sums)
         acc, more = rescale(acc, more, alpha, a)
@@ -119,7 +177,14 @@ def normalise_biased(m, l, head, a):
     if a.HAS_SINKS:
         sink = gl.load(a.sinks_ptr + head).to(gl.float32)
         top = gl.maximum(m, sink)
-        factor = gl.exp2((m - top) * _LOG2_E)
-        l = l * factor + gl.exp2((sink - top) * _LOG2_E)
+        factor = _power(m, top)
+        l = l * factor + _power(sink, top)
         m = top
     return m, l, gl.where(l != 0, factor / l, 0.0)
+
+
+@gluon.jit
+def lse_biased(m, l):
+    """Return the LSE of rows that see a key."""
+    top = m * _LOG2_E  # what exponentials were below, rounded
+    return gl.where(top == -float("inf"), m, (top + gl.log2(l)) * _LN_2)

@@ -46,7 +46,10 @@ from .bias_primitives_sm90 import (
     fill_bias,
     first_biased,
     fold_biased,
+    lse_biased,
+    multiply_biased,
     normalise_biased,
+    read_bias,
 )
 from .primitives_sm90 import (
     ROWS,
@@ -262,7 +265,7 @@ def _first_step(q, m, l, zero, a, i, n, slope, position, key, W: gl.constexpr):
     if a.HAS_ALIBI and not a.SLOPE_PRODUCT:
         s = _add_alibi(s, a, slope[0], position, key)
     if a.HAS_BIAS:
-        s = add_bias(s, a, i, W)
+        s = add_bias(s, read_bias(s, a, i, W), a)
     s = _mask(s, a, n, position, key)
     before = _below(m, slope, position, key, a)
     if a.HAS_BIAS:
@@ -276,7 +279,9 @@ def _first_step(q, m, l, zero, a, i, n, slope, position, key, W: gl.constexpr):
 @gluon.jit
 def _step(q, acc, more, packed, m, l, zero, a, i, n, slope, position, key, W: gl.constexpr, IS_EDGE: gl.constexpr):
     """Scores of tile i and the output product of tile i - 1, then the exponentials of the scores."""
-    if a.SLOPE_PRODUCT:
+    if a.HAS_BIAS:
+        s, acc, more = multiply_biased(q, acc, more, packed, zero, a, i, W, IS_EDGE)
+    elif a.SLOPE_PRODUCT:
         s, acc, more = multiply(q, acc, more, packed, zero, a, i, W, IS_EDGE, (slope[1], a.places))
     else:
         s, acc, more = multiply(q, acc, more, packed, zero, a, i, W, IS_EDGE)
@@ -284,8 +289,6 @@ def _step(q, acc, more, packed, m, l, zero, a, i, n, slope, position, key, W: gl
         s = _cap(s, a)
     if a.HAS_ALIBI and not a.SLOPE_PRODUCT:
         s = _add_alibi(s, a, slope[0], position, key)
-    if a.HAS_BIAS:
-        s = add_bias(s, a, i, W)
     before = _below(m, slope, position, key, a)
     if IS_EDGE and a.HAS_BIAS:
         acc, more, packed, after, l = fold_biased(_mask(s, a, n, position, key), acc, more, before, l, a)
@@ -315,8 +318,8 @@ def _normalise(m, l, head, a):
 def _store_lse(m, l, head, start, row, place, queries, a):
     """Store the LSE of the rows of a warpgroup."""
     # A row without keys, or behind the queries in use: output 0, LSE -inf.
-    if a.HAS_BIAS:  # its maximum is to base e
-        lse = gl.where(l != 0, m + gl.log2(l) * 0.6931471805599453, -float("inf"))
+    if a.HAS_BIAS:
+        lse = gl.where(l != 0, lse_biased(m, l), -float("inf"))
     else:
         lse = gl.where(l != 0, (m + gl.log2(l)) * 0.6931471805599453, -float("inf"))
     offs_m = row + gl.arange(0, ROWS, m.type.layout)

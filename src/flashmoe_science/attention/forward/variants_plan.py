@@ -27,7 +27,9 @@ def without_features(problem: AttentionProblem) -> AttentionProblem:
 
     A packed batch becomes one sequence: TMA indexes its tokens.
     """
-    plain = dataclasses.replace(problem, window=(-1, -1), softcap=0.0, sinks="", alibi="", bias="", packed=False, seqused="")
+    plain = dataclasses.replace(
+        problem, window=(-1, -1), softcap=0.0, sinks="", alibi="", bias="", packed=False, seqused=""
+    )
     if not problem.packed:
         return plain
     keys = max(2, problem.seqlen_k) if problem.seqlen_k else 0

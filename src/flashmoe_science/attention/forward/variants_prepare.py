@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from ...gpu.signature import Argument, Descriptor, Pointer, PreparedKernel, Scalar, kernel_source, prepare_kernel, scalars
+from ...gpu.signature import (
+    Argument,
+    Descriptor,
+    Pointer,
+    PreparedKernel,
+    Scalar,
+    kernel_source,
+    prepare_kernel,
+    scalars,
+)
 from ..kernel_arguments import VariantCall
 from ..problem import LOG2_E, AttentionProblem
 from ..tiles import HopperConfig, Plan, cdiv
