@@ -10,7 +10,7 @@ times log2(e). A row whose keys all have it weighs them equally; one whose keys 
 
 Predicted, D 128 and 8k keys, in parts of the plain kernel's rate: 0.8 full and causal, and D 64 0.75. A score costs
 two instructions more, one to widen its bias and one to add it, beside three and a half and the exponential.
-A bias of each head and sequence is read at 3.0 TB/s there, and at 4.6 at D 64: an H100 has 3.35, so at most 0.65.
+At plain's rate a bias of each head and sequence takes 3.0 TB/s there, and 4.6 at D 64, so an H100 gives 0.65 at most.
 """
 
 from __future__ import annotations
