@@ -387,6 +387,9 @@ def test_large_numbers_in_a_bias():
     steps = 30.0 * torch.arange(1000, device="cuda").flip(0).div(64, rounding_mode="floor")
     check_bias(case, (noise + steps).to(torch.bfloat16))
     check_bias(case, (noise - steps).to(torch.bfloat16))
+    highest = noise.to(torch.bfloat16)
+    highest[:, :, 5, 3], highest[:, :, 6, -3], highest[:, :, 7, 100:] = (torch.finfo(torch.bfloat16).max,) * 3
+    check_bias(case, highest)
 
 
 def test_a_bias_of_more_than_2_31_elements():

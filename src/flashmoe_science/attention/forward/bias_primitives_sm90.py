@@ -113,7 +113,7 @@ def multiply_biased(q, acc, more, packed, zero, a, i, W: gl.constexpr, IS_EDGE: 
 @gluon.jit
 def _power(x, m):
     """Return e to the power of x - m, with the bits of ``biased_step`` where m times log2(e) is finite."""
-    base = gl.where(m * _LOG2_E == -float("inf"), m, 0.0)
+    base = gl.where(gl.abs(m * _LOG2_E) < float("inf"), 0.0, m)
     return gl.exp2(gl.fma(x - base, _LOG2_E, (base - m) * _LOG2_E))
 
 
@@ -156,10 +156,11 @@ def fold_biased(s, acc, more, m, l, a):
 def biased_step(s, acc, more, m, l, a):
     """Take the exponentials of scores below the maximum so far; raise it only where a sum is too large.
 
-    One instruction a score gives its exponent. Below a maximum that is infinite times log2(e) sums become inf or NaN.
+    One instruction a score gives its exponent. A maximum that is infinite times log2(e) counts as a sum that is.
     """
-    top = gl.convert_layout(-(m * _LOG2_E), gl.SliceLayout(1, s.type.layout))[:, None]
-    p = gl.exp2(gl.fma(s, _LOG2_E, top))
+    top = m * _LOG2_E
+    top = gl.where(gl.abs(top) < float("inf"), -top, float("nan"))
+    p = gl.exp2(gl.fma(s, _LOG2_E, gl.convert_layout(top, gl.SliceLayout(1, s.type.layout))[:, None]))
     packed = pack(p, a.q_desc.dtype)
     sums = gl.convert_layout(partial_sums(p), l.type.layout)
     sums = gl.where(sums <= LARGEST_SUM, sums, float("inf"))
@@ -187,4 +188,4 @@ def normalise_biased(m, l, head, a):
 def lse_biased(m, l):
     """Return the LSE of rows that see a key."""
     top = m * _LOG2_E  # what exponentials were below, rounded
-    return gl.where(top == -float("inf"), m, (top + gl.log2(l)) * _LN_2)
+    return gl.where(gl.abs(top) < float("inf"), (top + gl.log2(l)) * _LN_2, m)
