@@ -134,6 +134,26 @@ def test_long_walks_take_fewer_heads_in_turns(length, head_dim, heads_per_group)
     assert config.heads_per_group == heads_per_group
 
 
+@pytest.mark.parametrize(
+    ("length", "change", "heads_per_group"),
+    [(16384, {}, 16), (32768, {}, 2), (65536, {}, 1), (131072, {}, 1), (32768, {"window": (4095, 9)}, 16)],
+    ids=str,
+)
+def test_long_walks_without_a_mask_take_fewer_heads_in_turns(length, change, heads_per_group):
+    sizes = {"seqlen_q": length, "seqlen_k": length, "head_dim": 128, "head_dim_v": 128, "causal": False}
+    assert plan_of(**sizes, **change, heads=32, heads_kv=8).config.heads_per_group == heads_per_group
+
+
+@pytest.mark.parametrize(
+    ("length", "heads", "expected"),
+    [(16384, 32, (4, 32)), (16384, 64, (8, 4)), (32768, 32, (4, 4)), (32768, 8, (1, 32))],
+)
+def test_long_causal_walks_of_64_columns_take_a_group_together(length, heads, expected):
+    sizes = {"seqlen_q": length, "seqlen_k": length, "head_dim": 64, "head_dim_v": 64}
+    config = plan_of(**sizes, heads=heads, heads_kv=8).config
+    assert (config.heads_together, config.heads_per_group) == expected
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_gradient_of_sinks_has_a_launch(packed):
     plan = plan_of(sinks="bf16", packed=packed, asked={"wants_sinks": True})

@@ -43,6 +43,13 @@ _WHOLE_GROUPS_IN_TURNS = 4
 # (lab/hopper/backward/18_long_sequences_h100.txt).
 _LONG = 32768
 _LONG_HEADS_PER_GROUP = 4
+# Without a mask walks are twice as long. On an H200 (lab/hopper/backward/21_long_sequences_h200.txt), TFLOP/s at D 128:
+# 32k queries, 32 heads on 8, eight in turns 480, four 562, two 563; 64k, four 480, two 544. At 16k all are alike.
+_LONG_FULL = 16384
+_FULL_QUERIES_IN_TURNS = 65536
+# Causal, D 64, same file: 32k keys, 16 heads on 4, four together 570, one 514; 16k, 64 on 8, eight together 545, four
+# 526. Below so many rows of a whole group walks over more heads were not timed.
+_LONG_GROUP = 131072
 # Few K/V heads make few key tiles, unlike in length, and the longest decides. Programs then share a group, so that an
 # SM has about two tiles. What is fastest of a causal call, on an H200 (lab/hopper/backward/19_shared_groups_h200.txt):
 # each share walks over all of its heads together, three to five, with eight shares in turns; one alone with four.
@@ -147,7 +154,16 @@ def hopper_backward_config(problem: BackwardProblem, gpu: GpuSpec) -> HopperBack
     elif p.causal and is_pack(problem) and not (is_wide(problem) or p.softcap or p.alibi):
         in_turns = _WINDOW_HEADS_PER_GROUP[hopper_backward_columns(problem)[0]]
         config = replace(config, heads_together=math.gcd(p.group, _WINDOW_TOGETHER), heads_per_group=in_turns)
+    elif _is_long_and_full(problem):
+        config = replace(config, heads_per_group=max(1, _FULL_QUERIES_IN_TURNS // p.seqlen_q))
     return replace(config, programs=min(gpu.sms, key_tiles(problem, config) * config.shares))
+
+
+def _is_long_and_full(problem: BackwardProblem) -> bool:
+    """Return whether all queries see all keys, and a walk over them is so long that programs drift apart."""
+    p = problem.forward
+    is_bounded = p.bounded_left or p.bounded_right or is_pack(problem)
+    return not is_bounded and hopper_backward_columns(problem)[0] == _NARROW and p.seqlen_q > _LONG_FULL
 
 
 def _tensors(problem: BackwardProblem) -> int:
@@ -172,8 +188,12 @@ def _with_heads_together(problem: BackwardProblem, config: HopperBackwardConfig,
     if columns == _NARROW and p.seqlen_k > _LONG:
         config = replace(config, heads_per_group=_LONG_HEADS_PER_GROUP)
     # With few queries and many keys, all walks are about equally long.
-    if p.seqlen_k > min(_LONGEST_TOGETHER, 2 * p.seqlen_q):
+    if p.seqlen_k > 2 * p.seqlen_q:
         return config
+    whole_group = replace(config, heads_together=p.group, heads_per_group=_WHOLE_GROUPS_IN_TURNS)
+    is_long = columns == 64 and 4 <= p.group <= _MOST_PACKED_TOGETHER and p.seqlen_q * p.group >= _LONG_GROUP
+    if p.seqlen_k > _LONGEST_TOGETHER:
+        return whole_group if is_long else config
     shares = _shares(problem, config, gpu)
     if shares:
         together = p.group // shares
@@ -182,8 +202,8 @@ def _with_heads_together(problem: BackwardProblem, config: HopperBackwardConfig,
     short = _SHORT if p.group > 4 else _SHORT // 2
     is_short = columns == _NARROW and p.seqlen_k <= short and 4 <= p.group <= _MOST_PACKED_TOGETHER
     is_odd = columns == 64 and p.group % 2 == 1 and 1 < p.group <= _MOST_PACKED_TOGETHER
-    if is_short or is_odd:
-        return replace(config, heads_together=p.group, heads_per_group=_WHOLE_GROUPS_IN_TURNS)
+    if is_short or is_odd or is_long:
+        return whole_group
     return replace(config, heads_together=math.gcd(p.group, _most_heads_together(problem, config, gpu)))
 
 
