@@ -141,7 +141,9 @@ def test_long_walks_take_fewer_heads_in_turns(length, head_dim, heads_per_group)
 )
 def test_long_walks_without_a_mask_take_fewer_heads_in_turns(length, change, heads_per_group):
     sizes = {"seqlen_q": length, "seqlen_k": length, "head_dim": 128, "head_dim_v": 128, "causal": False}
-    assert plan_of(**sizes, **change, heads=32, heads_kv=8).config.heads_per_group == heads_per_group
+    config = plan_of(**sizes, **change, heads=32, heads_kv=8).config
+    assert isinstance(config, HopperBackwardConfig)
+    assert config.heads_per_group == heads_per_group
 
 
 @pytest.mark.parametrize(
@@ -151,6 +153,7 @@ def test_long_walks_without_a_mask_take_fewer_heads_in_turns(length, change, hea
 def test_long_causal_walks_of_64_columns_take_a_group_together(length, heads, expected):
     sizes = {"seqlen_q": length, "seqlen_k": length, "head_dim": 64, "head_dim_v": 64}
     config = plan_of(**sizes, heads=heads, heads_kv=8).config
+    assert isinstance(config, HopperBackwardConfig)
     assert (config.heads_together, config.heads_per_group) == expected
 
 
