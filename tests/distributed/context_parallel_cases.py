@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from flashmoe_science import InputError, UnsupportedError, flash_attention, flash_attention_varlen
@@ -198,12 +199,14 @@ def _compiled(mesh: DeviceMesh, ranks: int, *strategies: tuple[str, int]) -> dic
             local = [cp.shard(x, 0 if plan else 2, plan) for x in inputs]
             sinks = draw(9, sizes.heads)
             results = []
-            runs: list[Any] = [call, graph]
+            runs: list[Any] = [call, graph] if number != 1 else [graph, call]  # a first packed call is compiled, too
             for run in runs:
                 leaves = [x.detach().requires_grad_() for x in (*local[:3], sinks)]
                 o, lse = run(*leaves, plan)
                 gradients = torch.autograd.grad((o.square().sum() + lse.sin().sum()), leaves)
                 results.append([o.detach(), lse.detach(), *gradients])
+            if runs[0] is graph:
+                results.reverse()
             same = all(torch.equal(mine, other) for mine, other in zip(*results, strict=True))
             strides = results[0][0].stride() == results[1][0].stride()
             found[f"{strategy}, {head_groups} groups, {number}"] = same and strides
@@ -311,11 +314,21 @@ def errors_in_two_dimensions(rank: int, mesh: DeviceMesh, cp: ContextParallel) -
         "no strategy": message(lambda: ContextParallel(mesh, heads_kv=2), InputError),
         "order": message(lambda: make(reversed_mesh), InputError),
         "transport": message(lambda: make(mesh, transport="symmetric"), UnsupportedError),
+        "unlike hosts": _transports_of_unlike_hosts(rank, mesh),
         "explained": cp.explain(q, k, v),
         "documents explained": cp.explain(packed_q, packed_q, packed_q, cp.plan([20, 12])),
         "layout": cp.layout(16).held,
         "after all": float(cp.attention(q, k, v).sum() * 0),
     }
+
+
+def _transports_of_unlike_hosts(rank: int, mesh: DeviceMesh) -> list[str]:
+    """What ranks choose, and are told, where the GPUs of the second host alone cannot read one another."""
+    groups = mesh.get_group("heads"), mesh.get_group("gather")
+    reason = "GPUs that read one another" if rank > 1 else ""
+    with mock.patch("flashmoe_science.distributed.transport._why_unreadable", return_value=reason):
+        chosen = type(transport_of("auto", groups[0], "cuda", groups[1])).__name__
+        return [chosen, message(lambda: transport_of("symmetric", groups[0], "cuda", groups[1]), UnsupportedError)]
 
 
 def gpu_cases(rank: int, ranks: int) -> dict[str, Any]:
@@ -476,6 +489,16 @@ def errors(rank: int, ranks: int) -> dict[str, Any]:
         "plan of a rank": message(
             lambda: heads.attention_packed(packed_q, packed_q, packed_q, _moved(plan, rank=1 - rank)), InputError
         ),
+        "causal of one rank": message(
+            lambda: ContextParallel(mesh, heads_kv=2 * ranks).plan([8] * ranks, causal=rank == 0), InputError
+        ),
+        "unshard": _unshard_unlike(rank, ranks, mesh),
+        "DTensor of one rank": message(
+            lambda: ContextParallel(mesh, strategy="gather").attention(
+                DTensor.from_local(q, mesh) if rank else q, k, v
+            ),
+            UnsupportedError,
+        ),
         "strategy": message(lambda: ContextParallel(mesh, strategy="ring"), InputError),
         "auto": message(lambda: ContextParallel(mesh), InputError),
         "chosen": [ContextParallel(mesh, heads_kv=heads_kv).strategy for heads_kv in (ranks, ranks + 1)],
@@ -508,6 +531,22 @@ def errors(rank: int, ranks: int) -> dict[str, Any]:
         "copied": copy.deepcopy(heads) is heads,
         "after all": float(heads.attention(q, k, v).sum() * 0),
     }
+
+
+def _unshard_unlike(rank: int, ranks: int, mesh: DeviceMesh) -> list[str]:
+    """What ranks are told that put tokens together which differ in dtype, shape, dimension or plan."""
+    x, whole = draw(0, 8, 8), ContextParallel(mesh, strategy="gather")
+    plans = [whole.plan([8 * ranks]), whole.plan([4 * ranks, 4 * ranks])]
+    calls: list[tuple[Tensor, int, PackedPlan | None]] = [
+        (x.half() if rank else x.bfloat16(), 0, None),
+        (x[: 8 - 4 * rank], 0, None),
+        (x, rank, None),
+        (x, 0, plans[rank]),
+    ]
+    return [
+        message(functools.partial(ContextParallel(mesh, strategy="gather").unshard, *each), InputError)
+        for each in calls[:3]
+    ] + [message(functools.partial(whole.unshard, *calls[3]), InputError)]
 
 
 def _wrong_on_rank_0(rank: int, cp: ContextParallel) -> dict[str, str]:

@@ -98,6 +98,7 @@ def test_errors_in_two_dimensions_are_raised_on_all_ranks(in_two_dimensions: lis
     }
     for name, text in expected.items():
         assert text in first[name], name
+    assert first["unlike hosts"] == ["Collectives", 'transport="symmetric" needs GPUs that read one another']
     # Ranks 0 and 1 have the outer chunks of the zigzag, 2 and 3 the inner ones; heads divide each in two.
     assert first["layout"] == [[[0, 4]], [[12, 16]], [[4, 8]], [[8, 12]]]
     for text in (
@@ -158,11 +159,18 @@ def test_errors_name_the_rank_and_are_raised_on_all(found: list[dict[str, Any]])
         "autocast of one rank": "rank 0 has heads: q [1, 4, 8, 16] bfloat16, k",
         "plan of a mesh": "the plan is of another mesh or rank: Place(rank=0, members=(5, 6), parts=1), got ",
         "plan of a rank": "the plan is of another mesh or rank: Place(rank=1, members=(0, 1), parts=1), got ",
+        "causal of one rank": "strategy gather and rank 1 has a plan",
+        "DTensor of one rank": "rank 1: q is a DTensor, and ContextParallel takes local ones",
         "strategy": 'strategy must be "heads", "gather", "heads+gather" or "auto", got \'ring\'',
         "auto": "heads_kv must be given",
     }
     for name, text in expected.items():
         assert text in first[name], name
+    for error, text in zip(
+        first["unshard"], ("[8, 8] float16", "rank 1 has unshard: x [4, 8]", "dim 1", ", plan "), strict=True
+    ):
+        assert error.startswith("all ranks must make the same call, but rank 0 has unshard: x [8, 8]")
+        assert text in error
     assert first["chosen"] == ["heads", "gather"]
     assert first["chosen for documents"] == ["gather", "heads", "heads"]
     for error, text in zip(

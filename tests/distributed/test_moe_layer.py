@@ -9,7 +9,7 @@ from .ranks import run_ranks
 
 def test_a_layer_over_a_mesh_learns_as_one_process_does_under_fsdp2_too(tmp_path: Path) -> None:
     for rank, found in enumerate(run_ranks("tests.distributed.moe_layer_cases", "all_cases", 4, tmp_path)):
-        assert found.pop("message") == "experts must be a multiple of the 2 ranks of ep_mesh, got 7"
+        assert found.pop("message") == "rank 0: experts must be a multiple of the 2 ranks of ep_mesh, got 7"
         assert found.pop("compiled")
         shared = {"same": True, "other capacity": False, "kept": True, "kept by some ranks": False}
         assert found.pop("shared") == shared

@@ -19,10 +19,10 @@ from ..attention.inputs import (
     check_window,
 )
 from ..errors import InputError, UnsupportedError, shown
-from ..gpu.subclasses import is_watched
+from ..gpu.subclasses import is_dtensor, is_watched
 from .calls import ByHead, Call, CallByRecipe, Inputs, Recipe, fixed_call, refuse_by_gather
 from .documents import DocumentsRecipe
-from .exchange import Agreement, describe_tensors, gather_tokens, group_of, groups_of, kind_of
+from .exchange import Agreement, check_mesh, describe_tensors, gather_tokens, group_of, groups_of, kind_of
 from .gather import GatherRecipe
 from .heads import HeadsRecipe
 from .layout import Layout, plan_documents, plan_straight, straight_layout, zigzag_layout
@@ -97,6 +97,7 @@ class ContextParallel:
                 integer above 0, or ``"auto"`` has no ``heads_kv``.
             UnsupportedError: ``"symmetric"`` is asked for and cannot be had, or asked for with ``"gather"``.
         """
+        check_mesh(mesh)
         # Groups and transports are of "heads": who asks for them gets it.
         self._chooses = strategy == "auto" and head_groups == 1 and transport != "symmetric"
         if strategy == "auto":
@@ -168,7 +169,8 @@ class ContextParallel:
             else:
                 packed = plan_documents(lengths, self.group.size(), self._parts)
             found.append(PackedPlan(packed, strategy, self._place, self._device()))
-            return f"a plan of {len(packed.starts) - 1} documents, {packed.starts[-1]} tokens, digest {found[0].digest}"
+            sizes = f"{len(packed.starts) - 1} documents, {packed.starts[-1]} tokens"
+            return f"a plan of {sizes}, digest {found[0].digest}, strategy {strategy}"
 
         self._agreement.compare(describe)
         (plan,) = found
@@ -198,6 +200,8 @@ class ContextParallel:
 
     def unshard(self, x: Tensor, dim: int, plan: PackedPlan | None = None) -> Tensor:
         """Return the tokens of all ranks in their order: the inverse of ``shard``. It records no gradient."""
+        if not torch.compiler.is_compiling():
+            self._agree_to_unshard(x, dim, plan)
         _check_sharded(x, dim)
         layout = self._layout_of(x.shape[dim] * self.ranks, plan)
         found = x.detach().movedim(dim, 0)
@@ -205,6 +209,18 @@ class ContextParallel:
             found = gather_tokens(found, straight_layout(len(found) * self._parts, self._parts), self._dividing)
             layout = self._gathered(layout.tokens, plan)
         return gather_tokens(found, layout, self.group).movedim(0, dim)
+
+    def _agree_to_unshard(self, x: Tensor, dim: int, plan: PackedPlan | None) -> None:
+        """Raise ``InputError`` on all ranks where the first call of its kind is wrong or differs on one."""
+
+        def describe() -> str:
+            _check_sharded(x, dim)
+            self._layout_of(x.shape[dim] * self.ranks, plan)
+            planned = "" if plan is None else f", plan {plan.digest}"
+            return f"unshard: {describe_tensors({'x': x.detach()})}, dim {dim}{planned}"
+
+        form = (getattr(x, "shape", None), getattr(x, "dtype", None), type(plan), getattr(plan, "strategy", None))
+        self._agreement.check(("unshard", repr(dim), *form), describe)
 
     def _gathered(self, tokens: int, plan: PackedPlan | None) -> Layout:
         """Return which tokens each rank holds for its heads when keys are gathered."""
@@ -312,7 +328,10 @@ class ContextParallel:
 
         Gradients: as ``attention``.
         """
-        self._agreement.check(("plan", type(plan).__name__), lambda: _check_plan(plan))
+        if torch.compiler.is_compiling():  # torch would trace the comparison, and guard on what is known
+            _check_plan(plan)
+        else:
+            self._agreement.check(("plan", type(plan).__name__), lambda: _check_plan(plan))
         options = Options(causal, softmax_scale, window, softcap, return_lse=return_lse)
         o, lse = self._attend(Inputs(q, k, v, ByHead(sinks, alibi)), options, plan)
         return (o, lse) if return_lse else o
@@ -415,6 +434,11 @@ class ContextParallel:
         q, k, v, heads = inputs
         axes, tokens_at, form = (4, 2, "[B, H, n, D]") if plan is None else (3, 0, "[n, H, D]")
         for letter, tensor in (("q", q), ("k", k), ("v", v)):
+            if is_dtensor(type(tensor)):
+                raise UnsupportedError(
+                    f"{letter} is a DTensor, and ContextParallel takes local ones",
+                    hint="call it for to_local() of a tensor that is sharded as shard does",
+                )
             if not isinstance(tensor, Tensor) or tensor.dim() != axes:  # type: ignore[redundant-expr] # callers may pass what types rule out
                 raise InputError(f"{letter} must be a tensor {form}, got {shown(getattr(tensor, 'shape', tensor))}")
             if tensor.dtype != q.dtype or tensor.device != q.device:

@@ -190,7 +190,7 @@ def _form(tensor: Tensor) -> str:
 
 def group_of(mesh: DeviceMesh, dimension: str) -> Group:
     """Return the group of a mesh of one dimension. Raises ``InputError`` for another mesh."""
-    _check_mesh(mesh)
+    check_mesh(mesh)
     if mesh.ndim != 1:
         raise InputError(
             f"mesh must have one dimension, got {mesh.ndim}", hint=f'choose one, as in mesh["{dimension}"]'
@@ -198,19 +198,21 @@ def group_of(mesh: DeviceMesh, dimension: str) -> Group:
     return mesh.get_group()
 
 
-def _check_mesh(mesh: DeviceMesh) -> None:
+def check_mesh(mesh: DeviceMesh) -> None:
     """Raise ``InputError`` unless ranks ascend along each dimension: groups sort them, and DTensors do not."""
     from torch.distributed.device_mesh import DeviceMesh
 
     if not isinstance(mesh, DeviceMesh):
         raise InputError(f"mesh must be a DeviceMesh, as init_device_mesh makes one, got {type(mesh).__name__}")
+    if mesh.get_coordinate() is None:
+        raise InputError(f"mesh must have this rank, {dist.get_rank()}, got {mesh.mesh.tolist()}")
     if any(not torch.equal(mesh.mesh, mesh.mesh.sort(axis).values) for axis in range(mesh.ndim)):
         raise InputError(f"ranks of a mesh must ascend in all dimensions, got {mesh.mesh.tolist()}")
 
 
 def groups_of(mesh: DeviceMesh) -> tuple[Group, Group]:
     """Return the groups of a mesh of two dimensions. Raises ``InputError`` for another mesh."""
-    _check_mesh(mesh)
+    check_mesh(mesh)
     if mesh.ndim != 2:
         raise InputError(
             f'mesh must have two dimensions for strategy="heads+gather", got {mesh.ndim}',

@@ -231,6 +231,10 @@ def transport_of(name: str, group: Group, device_type: str, *further: Group) -> 
         raise UnsupportedError(f'transport="symmetric" needs CUDA, and the mesh is of {device_type}')
     compare(lambda: f"transport {name}", group, *further)
     reason = _why_unreadable(group)
+    for other in further:  # all ranks take one transport
+        reasons: list[Any] = [None] * other.size()
+        dist.all_gather_object(reasons, reason, group=other)
+        reason = next(filter(None, reasons), "")
     if reason and name == "symmetric":
         raise UnsupportedError(f'transport="symmetric" needs {reason}')
     return Collectives(group) if reason else SymmetricMemory(group)

@@ -48,12 +48,17 @@ _shared: weakref.WeakValueDictionary[tuple[Any, str, float], ExpertParallel] = w
 
 def _split_experts(mesh: DeviceMesh, experts: int, capacity: float) -> ExpertParallel:
     """Return what all layers of a mesh and a capacity share, as the buffer of its transport may be large."""
-    from ..distributed.exchange import group_of
+    from ..distributed.exchange import compare, group_of
     from ..distributed.expert_parallel import ExpertParallel
 
     group = group_of(mesh, "ep")
-    if experts % group.size():
-        raise InputError(f"experts must be a multiple of the {group.size()} ranks of ep_mesh, got {experts}")
+
+    def describe() -> str:
+        if experts % group.size():
+            raise InputError(f"experts must be a multiple of the {group.size()} ranks of ep_mesh, got {experts}")
+        return f"a layer of {experts} experts"
+
+    compare(describe, group)
     if type(capacity) not in (int, float):
         return ExpertParallel(mesh, capacity=capacity)  # raises
     key = (group, mesh.device_type, capacity)
