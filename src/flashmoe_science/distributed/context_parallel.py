@@ -200,18 +200,6 @@ class ContextParallel:
 
     def unshard(self, x: Tensor, dim: int, plan: PackedPlan | None = None) -> Tensor:
         """Return the tokens of all ranks in their order: the inverse of ``shard``. It records no gradient."""
-        if not torch.compiler.is_compiling():
-            self._agree_to_unshard(x, dim, plan)
-        _check_sharded(x, dim)
-        layout = self._layout_of(x.shape[dim] * self.ranks, plan)
-        found = x.detach().movedim(dim, 0)
-        if self._parts > 1:
-            found = gather_tokens(found, straight_layout(len(found) * self._parts, self._parts), self._dividing)
-            layout = self._gathered(layout.tokens, plan)
-        return gather_tokens(found, layout, self.group).movedim(0, dim)
-
-    def _agree_to_unshard(self, x: Tensor, dim: int, plan: PackedPlan | None) -> None:
-        """Raise ``InputError`` on all ranks where the first call of its kind is wrong or differs on one."""
 
         def describe() -> str:
             _check_sharded(x, dim)
@@ -219,8 +207,16 @@ class ContextParallel:
             planned = "" if plan is None else f", plan {plan.digest}"
             return f"unshard: {describe_tensors({'x': x.detach()})}, dim {dim}{planned}"
 
-        form = (getattr(x, "shape", None), getattr(x, "dtype", None), type(plan), getattr(plan, "strategy", None))
-        self._agreement.check(("unshard", repr(dim), *form), describe)
+        if not torch.compiler.is_compiling():
+            form = (getattr(x, "shape", None), getattr(x, "dtype", None), type(plan), getattr(plan, "strategy", None))
+            self._agreement.check(("unshard", repr(dim), *form), describe)
+        _check_sharded(x, dim)
+        layout = self._layout_of(x.shape[dim] * self.ranks, plan)
+        found = x.detach().movedim(dim, 0)
+        if self._parts > 1:
+            found = gather_tokens(found, straight_layout(len(found) * self._parts, self._parts), self._dividing)
+            layout = self._gathered(layout.tokens, plan)
+        return gather_tokens(found, layout, self.group).movedim(0, dim)
 
     def _gathered(self, tokens: int, plan: PackedPlan | None) -> Layout:
         """Return which tokens each rank holds for its heads when keys are gathered."""
