@@ -99,6 +99,13 @@ def compiled(mesh: Any) -> bool:
     return all(same)
 
 
+def router_without_a_seed(mesh: Any) -> list[float]:
+    """Return the router of a layer that ranks make with seeds of their own."""
+    torch.manual_seed(torch.distributed.get_rank())
+    router: Any = MoeLayer(16, 24, 8, 3, dtype=torch.bfloat16, ep_mesh=mesh["ep"]).w_router
+    return [float(x) for x in router.to_local().flatten()]
+
+
 def shared(mesh: Any) -> dict[str, bool]:
     """Return whether layers share what sends their tokens, and whether it ends with them."""
     first, second = (make("mixtral", ep_mesh=mesh["ep"]) for _ in range(2))
@@ -123,6 +130,7 @@ def all_cases(rank: int, ranks: int) -> dict[str, Any]:
         found |= {f"{way}, FSDP2": case(way, both, fsdp=True) for way in WAYS}
     found["shared"] = shared(experts)
     found["compiled"] = compiled(experts["ep"])
+    found["router"] = router_without_a_seed(experts)
     try:
         MoeLayer(16, 24, 7, 3, ep_mesh=both["ep"])
     except InputError as error:

@@ -16,13 +16,16 @@ from flashmoe_science.distributed.layout import zigzag_layout
 from .ranks import fake_ranks, run_ranks
 
 _MODULE = "tests.distributed.context_parallel_cases"
+_ERRORS = "tests.distributed.context_parallel_errors"
 
 
 @pytest.fixture(scope="module", params=[2, 4])
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     ranks: int = request.param
     return run_ranks(
-        _MODULE, "with_errors" if ranks == 2 else "all_cases", ranks, tmp_path_factory.mktemp(f"ranks{ranks}")
+        *((_ERRORS, "with_errors") if ranks == 2 else (_MODULE, "all_cases")),
+        ranks,
+        tmp_path_factory.mktemp(f"ranks{ranks}"),
     )
 
 
@@ -55,7 +58,7 @@ def test_compiled_calls_are_one_graph_with_the_bits_of_eager_ones(tmp_path: Path
 
 @pytest.fixture(scope="module")
 def in_two_dimensions(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(_MODULE, "two_dimensions", 4, tmp_path_factory.mktemp("two"))
+    return run_ranks(_ERRORS, "two_dimensions_with_errors", 4, tmp_path_factory.mktemp("two"))
 
 
 def test_heads_and_gather_give_what_one_process_gives(in_two_dimensions: list[dict[str, Any]]) -> None:

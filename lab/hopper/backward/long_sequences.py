@@ -1,6 +1,6 @@
-"""Gradients of long sequences by K/V heads in turns and heads walked over together: long_sequences.py warm | time SECONDS.
+"""Time gradients of long sequences by K/V heads in turns, and by heads that are walked over together.
 
-The plans of ``shared_groups.py``, without cuDNN for the longest.
+long_sequences.py warm | time SECONDS. Plans are written as in ``shared_groups.py``, which does the timing.
 """
 
 import sys

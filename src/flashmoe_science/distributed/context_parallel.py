@@ -199,7 +199,11 @@ class ContextParallel:
         return torch.cat([x.narrow(dim, start, end - start) for start, end in layout.held[self.rank]], dim)
 
     def unshard(self, x: Tensor, dim: int, plan: PackedPlan | None = None) -> Tensor:
-        """Return the tokens of all ranks in their order: the inverse of ``shard``. It records no gradient."""
+        """Return the tokens of all ranks in their order: the inverse of ``shard``. It records no gradient.
+
+        Raises:
+            InputError: on all ranks, where the first call of its kind is wrong or differs on one.
+        """
 
         def describe() -> str:
             _check_sharded(x, dim)

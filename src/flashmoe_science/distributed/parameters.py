@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -31,10 +32,18 @@ def local_of(parameter: Tensor) -> Tensor:
 
 
 def draw(parameter: DTensor, fill: Callable[[Tensor], object]) -> None:
-    """Fill what this rank has. All experts are drawn in turn, so ranks of one seed have what one process has."""
+    """Fill what this rank has. All experts are drawn in turn, so ranks of one seed have what one process has.
+
+    What all ranks have is that of the first, whatever their seeds.
+    """
     local = parameter.to_local().detach()
     if parameter.placements != (Shard(0),):
         fill(local)
+        if parameter.placements == (Replicate(),) and not local.is_meta:
+            group = parameter.device_mesh.get_group()
+            dist.broadcast(
+                local.view(torch.uint8), dist.get_global_rank(group, 0), group
+            )  # gloo may not know the dtype
         return
     first = parameter.device_mesh.get_local_rank() * local.shape[0]
     drawn = torch.empty(local.shape[1:], dtype=local.dtype, device=local.device)
