@@ -68,7 +68,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 30.0},
     "attention sinks": {"sinks": "bf16"},
     "ALiBi": {"alibi": "fp32"},
-    "bias": {"bias": "fp32", "causal": False},
+    "bias": {"bias": "bf16", "causal": False},
     "all five together": {"window": (100, -1), "softcap": 30.0, "sinks": "bf16", "alibi": "fp32", "bias": "fp32"},
     "block masks": {"causal": False, "mask_batch": 1, "mask_heads": 1},
     "block masks with a softcap, sinks": {

@@ -39,7 +39,7 @@ class Int32(int):
 def plain(function: Any, **names: Any) -> Any:
     """Return a function of a kernel as Python runs it."""
     names = {"gl": SimpleNamespace(minimum=min, maximum=max), "rematerialize": lambda x: x, "ROWS": 64, **names}
-    return FunctionType(function.fn.__code__, {**function.fn.__globals__, **names})
+    return FunctionType(function.fn.__code__, {**function.fn.__globals__, **names}, argdefs=function.fn.__defaults__)
 
 
 def span_of(seqlen_q: int, seqlen_k: int, left: int, right: int, block_m: int, keys: int) -> Any:

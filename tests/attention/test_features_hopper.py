@@ -34,7 +34,7 @@ from flashmoe_science.operators.attention import compile_plan
 from ..exhaustive import all_but
 from .cases import Ordering
 from .key_loops import key_loops
-from .walked import Seen, Walk, order_sequences
+from .walked import Fill, Seen, Walk, order_sequences
 
 pytestmark = pytest.mark.triton
 
@@ -62,11 +62,20 @@ COMPILED: dict[str, dict[str, Any]] = {
     "d128-alibi": {"alibi": "fp32", "causal": True, "return_lse": True},
     "d64-alibi-full": {"head_dim": 64, "alibi": "fp32", "return_lse": True},
     "d256-alibi-packed": {"head_dim": 256, "alibi": "bf16", **PACKED, "return_lse": True},
+    "d64-bias-causal": {"head_dim": 64, "bias": "bf16", "causal": True, "return_lse": True},
+    "d96-bias": {"head_dim": 96, "bias": "bf16", "return_lse": True},
+    "d128-bias-window-sinks": {"bias": "fp16", "window": (1000, 5), "sinks": "fp32", "return_lse": True},
+    "d128-bias-of-columns": {"dtype": "fp16", "bias": "bf16", "bias_strides": (4096, 0, 0, 1)},
+    "d192-128-bias": {"head_dim": 192, "head_dim_v": 128, "bias": "bf16", "return_lse": True},
+    "d192-bias-causal": {"head_dim": 192, "bias": "bf16", "causal": True, "return_lse": True},
+    "d256-bias": {"head_dim": 256, "bias": "fp16", "dtype": "fp16", "sinks": "bf16", "return_lse": True},
     "d80-causal-softcap": {"head_dim": 80, "softcap": 20.0, "causal": True},
 }
 
 
-@pytest.mark.parametrize("name", all_but(COMPILED, "d64-everything", "d80-causal-softcap", "d128-alibi"))
+@pytest.mark.parametrize(
+    "name", all_but(COMPILED, "d64-everything", "d80-causal-softcap", "d128-alibi", "d128-bias-window-sinks")
+)
 def test_kernels_compile(name, tmp_path):
     """As ``forward_gluon_sm90``: no spills in loops over keys, and in those without a mask the products side by side.
 
@@ -90,12 +99,19 @@ def check_compiled(plan, tmp_path):
     assert waits == one_warpgroup * plan.config.warpgroups, "the products are serialised"
     for loop in loops:
         assert sum(count for opcode, count in loop.items() if opcode.startswith("HGMMA")) >= 8
+        # A bias is read as scores are laid out, eight pairs of 16 bits at once.
+        reads = sum(count for opcode, count in loop.items() if opcode.startswith("LDS"))
+        assert reads == (plan.config.block_n // 16 if plan.problem.bias and plan.problem.bias_strides[2] else reads)
         # The slope as an operand takes four registers.
         assert sum(count for opcode, count in loop.items() if opcode.startswith("LDL")) <= plan.config.slope_product
         assert [opcode for opcode in loop if opcode.startswith("STL")] == []
     ptx = compiled.asm["ptx"]
     assert ("tanh.approx.f32" in ptx) == (plan.problem.softcap > 0)
     assert ("st.global.v4" in ptx) == plan.problem.packed  # rows of the last tile of a sequence
+    if plan.problem.bias:
+        # A bias is in registers before its slot is released: an arrival at a barrier waits for no load.
+        fenced = re.findall(r"fence\.proxy\.async[^\n]*\n(?:[^\n]*\n){1,9}?\s*bar\.arrive [^\n]*, 160;", ptx)
+        assert len(fenced) == len(waits) + plan.config.warpgroups
     if plan.problem.packed:
         # Values set to 0 are there before a product reads them: stored, fenced, and all warps have met.
         cleaned = re.findall(
@@ -156,8 +172,17 @@ def test_many_packed_sequences_take_the_tile_of_calls_that_fill_the_gpu(causal):
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"bias": "fp32", "sinks": "bf16"}, "it does not serve a bias"),
-        ({"bias": "fp32", "dropout_p": 0.1}, "it does not serve a bias and dropout"),
+        ({"bias": "fp32", "sinks": "bf16"}, "it serves biases of fp16 and bf16"),
+        ({"bias": "bf16", "dropout_p": 0.1}, "it does not serve dropout"),
+        ({"bias": "bf16", "packed": True}, "it does not serve packed sequences with a bias"),
+        ({"bias": "bf16", "alibi": "fp32"}, "it does not serve ALiBi with a bias"),
+        ({"bias": "bf16", "softcap": 3.0}, "it does not serve a softcap with a bias"),
+        ({"bias": "bf16", "bias_strides": (0, 2**24, 1, 4096)}, "the columns of the bias are not contiguous"),
+        ({"bias": "bf16", "bias_strides": (0, 0, 4096, 0)}, "the columns of the bias are not contiguous"),
+        ({"bias": "fp16", "bias_strides": (0, 0, 4100, 1)}, "rows of the bias do not start at multiples of 16 bytes"),
+        ({"bias": "fp16", "bias_alignment": 8}, "rows of the bias do not start at multiples of 16 bytes"),
+        ({"bias": "fp16", "bias_strides": (2**39, 0, 4096, 1)}, "rows of the bias are too far apart"),
+        ({"bias": "fp16", "bias_strides": (0, 0, 8, 1)}, "rows of the bias overlap"),
         ({"alibi": "fp32", "softcap": 2.0}, "it does not serve ALiBi with a softcap"),
         ({"alibi": "fp32", "alibi_stride": 16, "packed": True}, "packed, it serves slopes that all sequences share"),
         ({}, "the call has no features, which is what forward_gluon_sm90 is for"),
@@ -184,6 +209,45 @@ def test_refusals(changes, why):
         assert why in plan.reason
     with pytest.raises(UnsupportedError, match="it is for sm_90, this GPU is sm_100"):
         plan_attention(make_problem(softcap=3.0), SPECS["B200"], FEATURES_KERNEL)
+
+
+@pytest.mark.parametrize(
+    ("strides", "tile", "shape"),
+    [
+        ((2**28, 2**24, 4096, 1), (1, 1, 64, 128), (8, 16, 4096, 4096)),
+        ((0, 2**24, 4096, 1), (1, 1, 64, 128), (1, 16, 4096, 4096)),
+        ((2**24, 0, 4096, 1), (1, 1, 64, 128), (8, 1, 4096, 4096)),
+        ((4096, 0, 0, 1), (1, 1, 1, 128), (8, 1, 1, 4096)),
+        ((0, 0, 0, 1), (1, 1, 1, 128), (1, 1, 1, 4096)),
+        ((2**28, 4096, 2**16, 1), (1, 1, 64, 128), (8, 16, 4096, 4096)),  # [B, Sq, H, Sk] in memory
+    ],
+)
+def test_a_bias_is_as_large_as_its_own_axes(strides, tile, shape):
+    """TMA steps along no axis that the bias does not change along: there the tile is the first."""
+    plan = plan_attention(make_problem(bias="bf16", bias_strides=strides), H200)
+    assert plan.kernel == FEATURES_KERNEL
+    (prepared,) = prepare_features(plan)
+    names = [name for name, kind in prepared.source.signature if kind.startswith("tensordesc")]
+    place = names.index("bias_desc")
+    assert prepared.tensor_maps[place].shape == shape
+    assert dict(prepared.source.signature)["bias_desc"].startswith(f"tensordesc<bf16[{', '.join(map(str, tile))}]")
+    assert prepared.tensors.index("bias") == len(prepared.tensors) - 1
+    call = dict(prepared.source.constants)["CALL"]
+    own = tuple(bool(stride) for stride in strides[:3])
+    assert own == (call.BIAS_BATCH, call.BIAS_HEADS, call.BIAS_ROWS)
+    assert (own[:2] == (False, True)) == call.BATCH_INNER
+
+
+@pytest.mark.parametrize("head_dims", [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_bias_has_room_beside_keys_and_values(head_dims, causal):
+    """In shared memory, and among the hardware's barriers."""
+    problem = make_problem(head_dims[0], head_dim_v=head_dims[1], causal=causal, bias="bf16")
+    plan = plan_attention(problem, H200)
+    assert isinstance(plan.config, HopperConfig)
+    assert (plan.kernel, plan.config.warpgroups, plan.config.num_stages) == (FEATURES_KERNEL, 2, 2)
+    assert plan.config.block_n == {128: 128, 192: 64, 256: 32}[max(128, *head_dims)]
+    assert plan.config.ping_pong or max(head_dims) > 128
 
 
 def test_few_queries_are_left_to_smaller_tiles():
@@ -246,6 +310,7 @@ def check_walk(walk: Walk, lengths: dict[int, tuple[int, int, int]]) -> None:
                 assert [(f.b, f.head, f.row) for f in here] == [
                     (f.b, f.head, f.row) for f in by_ring["v"][number : number + len(here)]
                 ]
+                check_biases(walk, fills, seen, here)
                 assert {(f.b, f.head) for f in here} == {(0 if p.packed else seen.start, seen.head // p.group)}
                 first_keys = [fill.row - first_k for fill in here]
                 assert first_keys == list(range(first_keys[0], first_keys[-1] - 1, -block_n))
@@ -271,6 +336,21 @@ def check_walk(walk: Walk, lengths: dict[int, tuple[int, int, int]]) -> None:
         for row in range(0, place, rows)
     ]
     assert sorted(attended) == sorted(expected)
+
+
+def check_biases(walk: Walk, fills: list[Fill], seen: Seen, keys: list[Fill]) -> None:
+    """Check that each tile of K has one of the bias, behind the tile of V before it: its slot is free after that."""
+    biases = [fill for fill in fills if fill.what == "bias" and fill.number in seen.outputs]
+    if not walk.problem.bias:
+        assert biases == []
+        return
+    assert [f.number for f in biases] == seen.outputs
+    assert [(f.b, f.head, f.row, f.key) for f in biases] == [
+        (seen.start, seen.head, seen.first_row, fill.row) for fill in keys
+    ]
+    for fill in biases[1:]:
+        before = next(f for f in fills if (f.what, f.number) == ("v", fill.number - 1))
+        assert fills.index(before) < fills.index(fill)
 
 
 def check_mask(
@@ -318,6 +398,29 @@ def test_every_row_meets_the_keys_that_it_sees(head_dim, causal, sizes, window, 
         softcap=2.0,
     )  # fmt: skip
     check_walk(Walk(problem, programs=programs), dict.fromkeys(range(2), (sizes[0], sizes[1], 0)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    head_dim=strategies.sampled_from([64, 128, 192, 256]),
+    causal=strategies.booleans(),
+    sizes=strategies.tuples(strategies.integers(1, 900), strategies.integers(1, 900)),
+    window=WINDOWS,
+    programs=strategies.integers(1, 9),
+    own=strategies.tuples(strategies.booleans(), strategies.booleans()),
+)
+def test_every_tile_of_keys_has_its_bias(head_dim, causal, sizes, window, programs, own):
+    """With a batch and heads of its own or not; heads that share it follow each other."""
+    strides = (own[0] * 4 * 2**20, own[1] * 2**20, 1024, 1)
+    problem = make_problem(
+        head_dim, batch=3, heads=4, heads_kv=2, causal=causal, seqlen_q=sizes[0], seqlen_k=sizes[1], window=window,
+        bias="bf16", bias_strides=strides,
+    )  # fmt: skip
+    walk = Walk(problem, programs=programs)
+    check_walk(walk, dict.fromkeys(range(3), (sizes[0], sizes[1], 0)))
+    if programs == 1 and own == (False, True):
+        first = walk.seen[0][0][0]
+        assert {(seen.head, seen.start) for seen in walk.seen[0][0][:3]} <= {(first.head, b) for b in range(3)}
 
 
 @settings(max_examples=120, deadline=None)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from flashmoe_science import explain_varlen, flash_attention, flash_attention_varlen
+from flashmoe_science import explain, explain_varlen, flash_attention, flash_attention_varlen
 from flashmoe_science.attention.forward.variants_plan import FEATURES_KERNEL
 
 from .cases import PAIRS, FeatureCase, VarlenCase
-from .checks import make_features, make_inputs, make_packed
+from .checks import assert_right, make_features, make_inputs, make_packed
 from .test_features_gpu import check, check_varlen
 
 pytestmark = [
@@ -266,3 +266,171 @@ def test_auto_takes_it_for_long_sequences():
     assert explain_varlen(**inputs, causal=True).kernel == FEATURES_KERNEL
     expected = flash_attention_varlen(**inputs, causal=True, **FORCED)
     assert torch.equal(flash_attention_varlen(**inputs, causal=True), expected)
+
+
+BIASES: dict[str, dict[str, Any]] = {
+    "own": {"bias_heads": (True, True)},
+    "of-heads": {"bias_heads": (False, True)},
+    "of-sequences": {"bias_heads": (True, False)},
+    "one": {"bias_heads": (False, False)},
+}
+
+
+def check_bias(case: FeatureCase, bias: torch.Tensor, kernel: str = FEATURES_KERNEL) -> None:
+    """Hold a call with this bias in place of the case's own against fp64, and against itself."""
+    q, k, v = make_inputs(case, "cuda")
+    options = {**make_features(case, "cuda"), "bias": bias}
+    assert explain(q, k, v, **options, kernel=kernel).kernel == kernel
+    o, lse = flash_attention(q, k, v, **options, return_lse=True, kernel=kernel)
+    assert_right(o, q, k, v, lse=lse, name=str(case), **options)
+    again, again_lse = flash_attention(q, k, v, **options, return_lse=True, kernel=kernel)
+    assert torch.equal(again, o)
+    assert torch.equal(again_lse, lse)
+
+
+def padded(bias: torch.Tensor) -> torch.Tensor:
+    """Return the same bias with rows at multiples of 16 bytes, and NaN between and around them."""
+    b, h, rows, columns = bias.shape
+    room = torch.full((b, h, rows + 2, -(-columns // 8) * 8 + 16), torch.nan, dtype=bias.dtype, device=bias.device)
+    return room[:, :, 1:-1, 8 : 8 + columns].copy_(bias)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", BIASES)
+@pytest.mark.parametrize("head_dim", [128, 64, 96, 192, 256])
+def test_a_bias_of_each_kind(head_dim, name, causal):
+    """Every fifth key is hidden by -inf, and one row sees none; what lies around the bias is NaN."""
+    for dtype, bias in (("bf16", "bf16"), ("fp16", "fp16"), ("fp16", "bf16"), ("bf16", "fp16")):
+        for seqlen_q, seqlen_k in ((1000, 777), (113, 203), (640, 640)) if dtype == bias else ((520, 1032),):
+            case = FeatureCase(
+                3, 6, 2, seqlen_q, seqlen_k, head_dim, head_dim, dtype, causal, why="bias", bias=bias, **BIASES[name]
+            )
+            check_bias(case, padded(make_features(case, "cuda")["bias"]))
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_a_bias_with_windows_and_sinks(name):
+    for more in ({"window": (127, 0)}, {"window": (300, 70)}, {"sinks": "fp32"}, {"window": (90, 33), "sinks": "bf16"}):
+        for head_dim, head_dim_v in ((128, 128), (192, 128)):
+            case = FeatureCase(
+                2, 6, 2, 1000, 1203, head_dim, head_dim_v, "bf16", causal=False, why="bias", bias="bf16",
+                **BIASES[name], **more,
+            )  # fmt: skip
+            check_bias(case, padded(make_features(case, "cuda")["bias"]))
+
+
+def test_a_bias_of_long_calls():
+    """A program attends several row tiles, and walks over many tiles of keys."""
+    for causal in (True, False):
+        for head_dim in (64, 128):
+            case = FeatureCase(2, 6, 2, 4224, 4224, head_dim, head_dim, "bf16", causal, why="bias", bias="bf16")
+            check(case, **CHECKED)
+            check(dataclasses.replace(case, bias_heads=(False, True)), **CHECKED)
+
+
+def test_views_of_a_bias():
+    """Expanded along each axis but keys, sliced, with axes swapped; others are the portable kernel's, and right."""
+    case = FeatureCase(4, 6, 2, 1032, 1000, 128, 128, "bf16", causal=False, why="bias", bias="bf16")
+    whole = make_features(case, "cuda")["bias"]
+    for axis in range(3):
+        check_bias(case, whole.narrow(axis, 5 if axis == 2 else 1, 1).expand_as(whole))
+    check_bias(case, whole[:1, :1, 7:8].expand_as(whole))  # as of padding
+    check_bias(case, whole.permute(0, 2, 1, 3).contiguous().permute(0, 2, 1, 3))
+    check_bias(case, torch.randn(4, 6, 2 * 1032, 1016, device="cuda", dtype=torch.bfloat16)[:, :, ::2, 16:])
+    q, k, v = make_inputs(case, "cuda")
+    for bias in (
+        whole.transpose(2, 3).contiguous().transpose(2, 3),
+        torch.randn(4, 6, 1032, 1001, device="cuda", dtype=torch.bfloat16)[..., :1000],
+        torch.randn(4, 6, 1032, 1008, device="cuda", dtype=torch.bfloat16)[..., 3:1003],
+        whole[..., :1].expand_as(whole),
+        whole.float(),
+    ):
+        assert explain(q, k, v, bias=bias).kernel == "forward_triton"
+        assert_right(flash_attention(q, k, v, bias=bias), q, k, v, bias=bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_lowest_numbers_hide_keys(dtype):
+    """They weigh nothing beside others, and all the same alone; -inf weighs nothing, and a row of it is 0."""
+    name = "bf16" if dtype == torch.bfloat16 else "fp16"
+    case = FeatureCase(4, 6, 2, 1000, 1000, 128, 128, name, causal=False, why="lowest", bias=name)
+    lowest = torch.finfo(dtype).min
+    bias = torch.randn(4, 6, 1000, 1000, device="cuda").to(dtype)
+    bias[..., 700:] = lowest  # the first tiles of a walk
+    bias[:, :, 100] = lowest
+    bias[:, :, 101, :-1] = lowest
+    bias[:, :, 102, 1:] = lowest
+    bias[:, :, 103] = -torch.inf
+    bias[:, :, 104, 300:] = -torch.inf
+    bias[:, :, 105, 200:], bias[:, :, 105, :200] = -torch.inf, lowest
+    bias[1, :, :, :] = lowest
+    bias[2, :, :, 64:] = -torch.inf
+    check_bias(case, bias)
+    q, k, v = make_inputs(case, "cuda")
+    o, lse = flash_attention(q, k, v, bias=bias, return_lse=True, **FORCED)
+    if dtype == torch.bfloat16:
+        mean = v.float().mean(2, keepdim=True).repeat_interleave(3, 1)
+        torch.testing.assert_close(o[1].float(), mean[1].expand(-1, 1000, -1), rtol=0, atol=2e-3)
+        assert (lse[1] == lowest).all()
+    assert not o[:, :, 103][[0, 2, 3]].any()
+    assert (lse[:, :, 103][[0, 2, 3]] == -torch.inf).all()
+    other, other_lse = flash_attention(q, k, v, bias=bias, return_lse=True, kernel="forward_triton")
+    torch.testing.assert_close(o, other, rtol=0, atol=2e-2)
+    torch.testing.assert_close(lse, other_lse, rtol=1e-4, atol=1e-3)
+
+
+def test_large_numbers_in_a_bias():
+    """Of both signs, and rising along the walk, which raises the maximum in each tile."""
+    case = FeatureCase(4, 6, 2, 1000, 1000, 128, 128, "bf16", causal=False, why="bias-large", bias="bf16")
+    noise = torch.randn(4, 6, 1000, 1000, device="cuda")
+    check_bias(case, (1e4 * noise).to(torch.bfloat16))
+    steps = 30.0 * torch.arange(1000, device="cuda").flip(0).div(64, rounding_mode="floor")
+    check_bias(case, (noise + steps).to(torch.bfloat16))
+    check_bias(case, (noise - steps).to(torch.bfloat16))
+    highest = noise.to(torch.bfloat16)
+    highest[:, :, 5, 3], highest[:, :, 6, -3], highest[:, :, 7, 100:] = (torch.finfo(torch.bfloat16).max,) * 3
+    check_bias(case, highest)
+
+
+def test_a_bias_of_more_than_2_31_elements():
+    """Its last heads, against a call with those alone."""
+    if torch.cuda.mem_get_info()[0] < 12 * 2**30:
+        pytest.skip("the bias takes 5 GB")
+    q, k, v = (torch.randn(1, 40, 8192, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    bias = torch.empty(1, 40, 8192, 8192, device="cuda", dtype=torch.bfloat16).normal_()
+    assert bias.numel() > 2**31
+    o, lse = flash_attention(q, k, v, bias=bias, return_lse=True, **FORCED)
+    for heads in (slice(0, 2), slice(31, 33), slice(38, 40)):
+        mine = bias[:, heads].clone()
+        alone, alone_lse = flash_attention(q[:, heads], k[:, heads], v[:, heads], bias=mine, return_lse=True, **FORCED)
+        assert torch.equal(o[:, heads], alone)
+        assert torch.equal(lse[:, heads], alone_lse)
+
+
+def test_bits_of_a_bias_are_equal_over_repeats():
+    case = FeatureCase(4, 24, 6, 1000, 1000, 128, 128, "bf16", causal=True, why="repeats", bias="bf16", sinks="bf16")
+    q, k, v = make_inputs(case, "cuda")
+    options = {**make_features(case, "cuda"), "return_lse": True, **FORCED}
+    first, first_lse = flash_attention(q, k, v, **options)
+    for _ in range(500):
+        o, lse = flash_attention(q, k, v, **options)
+        assert torch.equal(o, first)
+        assert torch.equal(lse, first_lse)
+
+
+def test_gradients_through_a_bias():
+    """The forward's LSE is what the gradients need; that of ``forward_triton`` gives nearly the same."""
+    grads = []
+    q, k, v = (torch.randn(4, 8, 1024, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    bias, do = torch.randn(1, 8, 1024, 1024, device="cuda", dtype=torch.bfloat16), torch.randn_like(q)
+    bias[..., 3::7] = -torch.inf
+    bias[:, :, 17] = -torch.inf
+    assert explain(q, k, v, bias=bias, return_lse=True).kernel == FEATURES_KERNEL
+    for kernel in (FEATURES_KERNEL, "forward_triton"):
+        leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v, bias)]
+        o = flash_attention(*leaves[:3], bias=leaves[3], kernel=kernel)
+        grads.append(torch.autograd.grad(o, leaves, do))
+    for name, ours, theirs in zip(("q", "k", "v", "bias"), *grads, strict=True):
+        assert ours.isfinite().all(), name
+        scale = theirs.float().abs().max().item()
+        torch.testing.assert_close(ours.float(), theirs.float(), rtol=0, atol=0.02 * scale)

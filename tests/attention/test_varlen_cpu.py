@@ -294,7 +294,7 @@ def test_with_a_bias_its_sizes_are_planned_for():
     assert large.bias_strides == (16 * 4096**2, 4096**2, 4096, 1)
     plan = plan_attention(large, SPECS["H200"])
     assert plan.kernel == "forward_triton"
-    assert "forward_features_gluon_sm90 too (it does not serve a bias)" in plan.reason
+    assert "forward_features_gluon_sm90 too (it does not serve packed sequences with a bias)" in plan.reason
 
 
 def test_biases_that_are_padded_to_one_size_share_a_plan():

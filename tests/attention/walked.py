@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashmoe_science.attention.forward import variants_gluon_sm90 as kernel
-from flashmoe_science.attention.forward.variants_plan import heads_fit, heads_together, variants_config
+from flashmoe_science.attention.forward.variants_plan import batch_inner, heads_fit, heads_together, variants_config
 from flashmoe_science.attention.forward.variants_primitives_sm90 import Args
 from flashmoe_science.attention.problem import AttentionProblem
 
@@ -37,13 +37,14 @@ class Seen:
 
 @dataclass
 class Fill:
-    """One tile of K, V or Q that the producer copied."""
+    """One tile of K, V, Q or, for all warpgroups, the bias that the producer copied."""
 
     what: str
     b: int
     head: int
     row: int
     number: int  # of the tile in the ring, or of the row tile
+    key: int = 0  # where a tile of the bias starts
 
 
 class _Nothing:
@@ -103,7 +104,8 @@ class Walk:
             "dealt": problem.batch * problem.heads if heads_fit(problem) is None else together,
             "GROUP": problem.group, "WARPGROUPS": config.warpgroups, "BLOCK_N": config.block_n,
             "STAGES": config.num_stages, "IS_PACKED": sequences is not None,
-            "HAS_SEQUSED_Q": "q" in problem.seqused, "HAS_ALIBI": False, "BOUND_LEFT": problem.bounded_left,
+            "HAS_SEQUSED_Q": "q" in problem.seqused, "HAS_ALIBI": False, "HAS_BIAS": bool(problem.bias),
+            "BATCH_INNER": batch_inner(problem), "BOUND_LEFT": problem.bounded_left,
             "BOUND_RIGHT": problem.bounded_right, "STORE_LSE": True, "D1": 0, "DV0": 64, "DV1": 0,
         }  # fmt: skip
         # Which program fetches which tile is up to the GPU: each fetches once for a tile of its own, ever larger ones.
@@ -146,6 +148,9 @@ class Walk:
             number = lap if what.startswith("q") else lap * stages + slot
             fills.append(Fill(what, b, head, row, number))
 
+        def fill_bias(_a: Any, b: int, head: int, row: int, key: int, i: int) -> None:
+            fills.append(Fill("bias", b, head, row, i, key))
+
         def ring(what: str) -> Any:
             def fill_slot(_desc: Any, _more: Any, b: int, head: int, row: int, slot: int, lap: int) -> None:
                 fill(f"q{slot}" if what == "q" else what, b, head, row, slot, lap)
@@ -166,6 +171,7 @@ class Walk:
         names = {
             "gl": _gluon(), "special_register": special.__getitem__, "rematerialize": int,
             "fetch_next": fetch_next, "get_fetched": get_fetched, "wait_for_kernel_before": _Nothing(),
+            "fill_bias": fill_bias,
             "slot_of": lambda i, stages: i % stages, "lap_of": lambda i, stages: i // stages,
         }  # fmt: skip
         rows = types.SimpleNamespace(put=put, publish=_Nothing())
@@ -187,8 +193,19 @@ class Walk:
             return tile[0]
 
         def first_step(
-            _q: Any, m: Any, total: Any, _zero: Any, _a: Any, i: int, _n: int, _slope: Any, position: int, key: int
+            _q: Any,
+            m: Any,
+            total: Any,
+            _zero: Any,
+            _a: Any,
+            i: int,
+            _n: int,
+            _slope: Any,
+            position: int,
+            key: int,
+            W: int,
         ) -> Any:
+            assert w == W
             found[-1].placed.append((i, position, key))
             found[-1].masked.append((i, position, key))
             return _Nothing(), m, total
@@ -216,6 +233,7 @@ class Walk:
             "_first_step": first_step, "_step": step, "partial_sums": nothing, "rescale": lambda a, b, *_: (a, b),
             "issue_output": lambda *_: (nothing, nothing, nothing),
             "_normalise": lambda m, total, *_: (m, total, nothing),
+            "normalise_biased": lambda m, total, *_: (m, total, nothing),
             "_clean_values": lambda _a, i, keys: found[-1].cleaned.append((i, keys)), "_store_lse": nothing,
             "_slope": nothing,
             "warp_scheduler_arrive": nothing, "store_output": store,

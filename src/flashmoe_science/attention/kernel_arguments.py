@@ -123,6 +123,10 @@ class VariantCall(NamedTuple):
     BOUND_RIGHT: bool  # some keys come too late for some rows
     SEES_AHEAD: bool  # with ALiBi: rows see keys behind their own position
     SLOPE_PRODUCT: bool  # with ALiBi: a matrix product gives each score its part of slope * key
+    BIAS_BATCH: bool  # each sequence has a bias of its own; so have heads and rows
+    BIAS_HEADS: bool
+    BIAS_ROWS: bool
+    BATCH_INNER: bool  # a head of all sequences comes before the next head: they share a bias
     STORE_LSE: bool
     DV: int  # columns of o
 

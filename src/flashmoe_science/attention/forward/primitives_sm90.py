@@ -116,12 +116,12 @@ def exponentials(s, m, l, a):
 
 @gluon.jit
 def declare_too_large():
-    """Declare the predicate of ``_is_too_large``, once a kernel."""
+    """Declare the predicate of ``is_too_large``, once a kernel."""
     gl.inline_asm_elementwise(".reg .pred too_large; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def _is_too_large(sums):
+def is_too_large(sums):
     """Return whether a sum of this warp is above ``LARGEST_SUM``: a scalar, and each warp has its own.
 
     A reduction of the tensor would wait for the other warps. The answer leaves the tensor through a predicate of PTX.
@@ -169,7 +169,7 @@ def online_softmax_step(s, acc, more, packed, m, l, a):
     if a.IN_HALVES:
         return _fold_halves(s, acc, more, packed, m, l, a)
     packed, sums = exponentials(s, m, l, a)
-    if _is_too_large(sums):
+    if is_too_large(sums):
         m, l, alpha = update_row_max(s, m, l, a, sums)
         acc, more = rescale(acc, more, alpha, a)
         packed, sums = exponentials(s, m, l, a)
@@ -185,13 +185,13 @@ def _fold_halves(s, acc, more, packed, m, l, a):
     packed_layout: gl.constexpr = packed.type.layout
     left, right = _halves(s)
     packed_left, sums = exponentials(left, m, l, a)
-    if _is_too_large(sums):
+    if is_too_large(sums):
         m, l, alpha = update_row_max(s, m, l, a, sums)
         acc, more = rescale(acc, more, alpha, a)
         packed_left, sums = exponentials(left, m, l, a)
     l += sums
     packed_right, sums = exponentials(right, m, l, a)
-    if _is_too_large(sums):
+    if is_too_large(sums):
         m, l, alpha = update_row_max(right, m, l, a, sums)
         acc, more = rescale(acc, more, alpha, a)
         packed_left = _rescale_packed(packed_left, alpha, a.q_desc.dtype)

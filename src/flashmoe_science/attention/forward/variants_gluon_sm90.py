@@ -1,4 +1,4 @@
-"""Attention forward for Hopper with sliding windows, softcap, sinks and packed sequences (Gluon, sm_90, fp16, bf16).
+"""Attention forward for Hopper with windows, softcap, sinks, biases and packed sequences (Gluon, sm_90, fp16, bf16).
 
 ``forward_gluon_sm90`` with bounds that only the GPU knows: rings, turns, the loop without a maximum and the products
 issued together are its own, and its docstring says why they are so. What differs:
@@ -14,6 +14,7 @@ issued together are its own, and its docstring says why they are so. What differ
 - Packed row tiles are fetched from a counter, those of the sequences with the most keys first
   (``sequences_triton``). The host knows all other row tiles, and each program gets fixed ones: they are dealt round by
   round in alternating order (serpentine), so a program's longest tile is paired with a short one.
+- A bias travels through shared memory, and has a softmax of its own: ``bias_primitives_sm90``.
 
 Source: as ``forward_gluon_sm90``. Ours: all that differs.
 """
@@ -38,6 +39,18 @@ from ...gpu.gluon_sm90 import (
 )
 from ...gpu.gluon_versions import barrier
 from ..kernel_arguments import VariantSizes, Window
+from .bias_primitives_sm90 import (
+    BIASED_START,
+    add_bias,
+    biased_step,
+    fill_bias,
+    first_biased,
+    fold_biased,
+    lse_biased,
+    multiply_biased,
+    normalise_biased,
+    read_bias,
+)
 from .primitives_sm90 import (
     ROWS,
     TURNS,
@@ -88,6 +101,8 @@ def _load_partition(a):
         )
         for w in gl.static_range(a.WARPGROUPS):
             a.q_ring.fill(a.q_desc, a.q_more_desc, b, head, first_q + w * ROWS, w, n)
+        if a.HAS_BIAS:
+            fill_bias(a, start, head, row, (end - 1) * a.BLOCK_N, i)
         steps = end - begin
         ticket = gl.to_tensor(0)
         for step in range(1, steps):
@@ -100,6 +115,8 @@ def _load_partition(a):
             )
             a.v_ring.fill(a.v_desc, a.v_more_desc, b, kv, key, slot_of(i, a.STAGES), lap_of(i, a.STAGES))
             i += 1
+            if a.HAS_BIAS:  # last: it waits until all scores of the tile before are there
+                fill_bias(a, start, head, row, key - a.BLOCK_N, i)
         if a.IS_PACKED and steps == 1:
             ticket = fetch_next(a.counter_ptr)
         a.v_ring.fill(
@@ -234,7 +251,7 @@ def _raised(m, before, after, slope, position, key, a):
 
 
 @gluon.jit
-def _first_step(q, m, l, zero, a, i, n, slope, position, key):
+def _first_step(q, m, l, zero, a, i, n, slope, position, key, W: gl.constexpr):
     """Scores of tile i, the last in the range, and their exponentials."""
     k = a.k_ring.wait(slot_of(i, a.STAGES), lap_of(i, a.STAGES))
     if a.SLOPE_PRODUCT:
@@ -247,17 +264,24 @@ def _first_step(q, m, l, zero, a, i, n, slope, position, key):
         s = _cap(s, a)
     if a.HAS_ALIBI and not a.SLOPE_PRODUCT:
         s = _add_alibi(s, a, slope[0], position, key)
+    if a.HAS_BIAS:
+        s = add_bias(s, read_bias(s, a, i, W), a)
     s = _mask(s, a, n, position, key)
     before = _below(m, slope, position, key, a)
-    after, l, _ = update_row_max(s, before, l, a)
-    packed, sums = exponentials(s, after, l, a)
+    if a.HAS_BIAS:
+        packed, after, l, sums = first_biased(s, before, l, a)
+    else:
+        after, l, _ = update_row_max(s, before, l, a)
+        packed, sums = exponentials(s, after, l, a)
     return packed, _raised(m, before, after, slope, position, key, a), l + sums
 
 
 @gluon.jit
 def _step(q, acc, more, packed, m, l, zero, a, i, n, slope, position, key, W: gl.constexpr, IS_EDGE: gl.constexpr):
     """Scores of tile i and the output product of tile i - 1, then the exponentials of the scores."""
-    if a.SLOPE_PRODUCT:
+    if a.HAS_BIAS:
+        s, acc, more = multiply_biased(q, acc, more, packed, zero, a, i, W, IS_EDGE)
+    elif a.SLOPE_PRODUCT:
         s, acc, more = multiply(q, acc, more, packed, zero, a, i, W, IS_EDGE, (slope[1], a.places))
     else:
         s, acc, more = multiply(q, acc, more, packed, zero, a, i, W, IS_EDGE)
@@ -266,8 +290,12 @@ def _step(q, acc, more, packed, m, l, zero, a, i, n, slope, position, key, W: gl
     if a.HAS_ALIBI and not a.SLOPE_PRODUCT:
         s = _add_alibi(s, a, slope[0], position, key)
     before = _below(m, slope, position, key, a)
-    if IS_EDGE:
+    if IS_EDGE and a.HAS_BIAS:
+        acc, more, packed, after, l = fold_biased(_mask(s, a, n, position, key), acc, more, before, l, a)
+    elif IS_EDGE:
         acc, more, packed, after, l = fold_masked(_mask(s, a, n, position, key), acc, more, before, l, a)
+    elif a.HAS_BIAS:
+        acc, more, packed, after, l = biased_step(s, acc, more, before, l, a)
     else:
         acc, more, packed, after, l = online_softmax_step(s, acc, more, packed, before, l, a)
     return acc, more, packed, _raised(m, before, after, slope, position, key, a), l
@@ -290,7 +318,10 @@ def _normalise(m, l, head, a):
 def _store_lse(m, l, head, start, row, place, queries, a):
     """Store the LSE of the rows of a warpgroup."""
     # A row without keys, or behind the queries in use: output 0, LSE -inf.
-    lse = gl.where(l != 0, (m + gl.log2(l)) * 0.6931471805599453, -float("inf"))
+    if a.HAS_BIAS:
+        lse = gl.where(l != 0, lse_biased(m, l), -float("inf"))
+    else:
+        lse = gl.where(l != 0, (m + gl.log2(l)) * 0.6931471805599453, -float("inf"))
     offs_m = row + gl.arange(0, ROWS, m.type.layout)
     if a.IS_PACKED:
         if a.HAS_SEQUSED_Q:
@@ -322,7 +353,8 @@ def _attend_partition(a, W: gl.constexpr):
         position = row + W * ROWS + keys - queries
         slope = _slope(a, n, s_layout)
         since, until = a.unmasked_tiles(position, keys, begin, end)
-        m = gl.full([ROWS], -3.0e38, gl.float32, gl.SliceLayout(1, s_layout))  # not -inf: -inf - -inf is NaN
+        LEAST: gl.constexpr = BIASED_START if a.HAS_BIAS else -3.0e38  # not -inf: -inf - -inf is NaN
+        m = gl.full([ROWS], LEAST, gl.float32, gl.SliceLayout(1, s_layout))
         l = partial_sums(gl.zeros([ROWS, a.BLOCK_N], gl.float32, s_layout))
         acc = gl.zeros([ROWS, a.DV0], gl.float32, o_layout)
         more = gl.zeros([ROWS, DV1], gl.float32, more_layout)
@@ -330,7 +362,7 @@ def _attend_partition(a, W: gl.constexpr):
 
         q = a.q_ring.wait(W, n)
         last = i + end - 1 - begin
-        packed, m, l = _first_step(q, m, l, zero, a, i, n, slope, position, (end - 1) * a.BLOCK_N)
+        packed, m, l = _first_step(q, m, l, zero, a, i, n, slope, position, (end - 1) * a.BLOCK_N, W)
         if a.IS_PACKED:
             _clean_values(a, i, keys - (end - 1) * a.BLOCK_N)
 
@@ -361,7 +393,10 @@ def _attend_partition(a, W: gl.constexpr):
         l_row = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, s_layout))
         if a.HAS_ALIBI and not a.SEES_AHEAD:  # the part of the row, see ``_add_alibi``
             m -= slope[0] * gl.arange(0, ROWS, m.type.layout).to(gl.float32)
-        m, l_row, factor = _normalise(m, l_row, head, a)
+        if a.HAS_BIAS:
+            m, l_row, factor = normalise_biased(m, l_row, head, a)
+        else:
+            m, l_row, factor = _normalise(m, l_row, head, a)
         if a.STORE_LSE:
             _store_lse(m, l_row, head, start, row, place, queries, a)
         acc, more, _ = warpgroup_mma_wait(0, deps=[acc, more, p])
@@ -386,6 +421,7 @@ def _forward_features_sm90_kernel(
     lse_ptr,  # [B, H, Sq] fp32, natural log; packed [T, H]
     sinks_ptr,  # [H] or None
     alibi_ptr,  # [H], [B, H] or None; packed [H] or None
+    bias_desc,  # [B, H, Sq, Sk], axes along which it does not change of one element; or None
     o_ptr,  # packed: [T, H, DV], that of o_desc; else None
     sequences_ptr,  # packed: [8, B] int32, see ``sequences_triton``; else None
     counter_ptr,  # packed: [1] int32, 0 before and after; else None
@@ -393,7 +429,7 @@ def _forward_features_sm90_kernel(
     sizes: VariantSizes,
     window: Window,
     scale_log2,  # softmax_scale * log2(e), positive; with a softcap softcap * log2(e); see ``_scales``
-    inner_scale,  # with a softcap softmax_scale / softcap; with ALiBi softmax_scale * log2(e); or 0
+    inner_scale,  # with a softcap softmax_scale / softcap; with ALiBi times log2(e); with a bias softmax_scale; or 0
     alibi_stride,  # of the slopes along B, or None
     CALL: gl.constexpr,  # VariantCall
     TILE: gl.constexpr,  # HopperTile
@@ -404,7 +440,9 @@ def _forward_features_sm90_kernel(
     """
     WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
     STAGES: gl.constexpr = TILE.STAGES
-    gl.static_assert(TURNS + 2 * WARPGROUPS + 2 * STAGES <= 16, "the hardware has 16 barriers")
+    HAS_BIAS: gl.constexpr = bias_desc is not None
+    BARRIERS: gl.constexpr = TURNS + 2 * WARPGROUPS + 2 * STAGES
+    gl.static_assert(BARRIERS + (WARPGROUPS if HAS_BIAS else 0) <= 16, "the hardware has 16 barriers")
     declare_too_large()
     HAS_SINKS: gl.constexpr = sinks_ptr is not None
     HAS_ALIBI: gl.constexpr = alibi_ptr is not None
@@ -415,6 +453,7 @@ def _forward_features_sm90_kernel(
     q_ring = make_ring(q_desc, q_more, TILE.D1, WARPGROUPS, 1, TURNS + WARPGROUPS)
     k_ring = make_ring(k_desc, k_more, TILE.D1, STAGES, WARPGROUPS, TURNS + 2 * WARPGROUPS)
     v_ring = make_ring(v_desc, v_more, TILE.DV1, STAGES, WARPGROUPS, TURNS + 2 * WARPGROUPS + STAGES)
+    bias_ring = make_ring(bias_desc, bias_desc, 0, WARPGROUPS, 1, BARRIERS) if HAS_BIAS else q_ring
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
     o_bufs = make_tiles(o_desc, WARPGROUPS)
     row_tiles = make_mailbox(_FIELDS)
@@ -424,13 +463,14 @@ def _forward_features_sm90_kernel(
         q_desc, k_desc, v_desc, o_desc, q_more, k_more, v_more, lse_ptr,
         sinks_ptr if HAS_SINKS else lse_ptr, o_ptr if IS_PACKED else lse_ptr,
         sequences_ptr if IS_PACKED else lse_ptr, counter_ptr if IS_PACKED else lse_ptr,
-        row_tiles, q_ring, o_bufs, k_ring, v_ring, places,
+        row_tiles, q_ring, o_bufs, k_ring, v_ring, places, bias_desc if HAS_BIAS else q_desc, bias_ring,
         sizes.batch, sizes.heads, sizes.seqlen_q, sizes.seqlen_k, sizes.tiles_m, sizes.together, sizes.dealt,
         window.left, window.right, scale_log2, inner_scale,
         alibi_ptr if HAS_ALIBI else lse_ptr, alibi_stride if HAS_ALIBI else sizes.heads,
         CALL.GROUP, WARPGROUPS, BLOCK_N, STAGES, IS_PACKED, CALL.HAS_SEQUSED_Q, HAS_SINKS, CALL.HAS_SOFTCAP, HAS_ALIBI,
         CALL.SEES_AHEAD, CALL.SLOPE_PRODUCT, CALL.BOUND_LEFT, CALL.BOUND_RIGHT,
         TILE.PING_PONG, CALL.STORE_LSE, WARPGROUPS == 3 and BLOCK_N == 128, TILE.D1, TILE.DV0, TILE.DV1, CALL.DV,
+        HAS_BIAS, CALL.BIAS_BATCH, CALL.BIAS_HEADS, CALL.BIAS_ROWS, CALL.BATCH_INNER,
     )  # fmt: skip
     R: gl.constexpr = TILE.REGISTERS
     if WARPGROUPS == 2:

@@ -14,7 +14,7 @@ from .plan_sm90 import HOPPER_ROWS, hopper_config_of_table, hopper_heads_per_gro
 FEATURES_KERNEL = "forward_features_gluon_sm90"
 ORDER_SEQUENCES = 64  # that one program of ``sequences_triton`` places, and looks at together
 ORDER_WARPS = 4
-_SERVED = frozenset(("a sliding window", "a softcap", "ALiBi", "attention sinks", "packed sequences"))
+_SERVED = frozenset(("a sliding window", "a softcap", "ALiBi", "attention sinks", "a bias", "packed sequences"))
 # Row tiles have 128 rows or more; below so many queries most of one is empty, and ``forward_triton`` has smaller ones.
 _FEWEST_QUERIES = 64
 _L2_BYTES = 32 << 20  # of K and V of heads that are walked over together, as in ``hopper_plan``
@@ -27,7 +27,9 @@ def without_features(problem: AttentionProblem) -> AttentionProblem:
 
     A packed batch becomes one sequence: TMA indexes its tokens.
     """
-    plain = dataclasses.replace(problem, window=(-1, -1), softcap=0.0, sinks="", alibi="", packed=False, seqused="")
+    plain = dataclasses.replace(
+        problem, window=(-1, -1), softcap=0.0, sinks="", alibi="", bias="", packed=False, seqused=""
+    )
     if not problem.packed:
         return plain
     keys = max(2, problem.seqlen_k) if problem.seqlen_k else 0
@@ -42,6 +44,8 @@ def variants_refusal(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
         return f"it does not serve {', '.join(first)}{' and ' if first else ''}{last}"
     if problem.alibi and problem.softcap:
         return "it does not serve ALiBi with a softcap"
+    if problem.bias and (refusal := _bias_refusal(problem)):
+        return refusal
     if problem.packed and problem.alibi_stride:
         return "packed, it serves slopes that all sequences share"
     if not problem.features:
@@ -50,6 +54,33 @@ def variants_refusal(problem: AttentionProblem, gpu: GpuSpec) -> str | None:
     if refusal is None and variants_tiles(problem, variants_config(problem)) >= 2**29:
         return "it counts row tiles up to 2**29"
     return refusal
+
+
+def _bias_refusal(problem: AttentionProblem) -> str | None:
+    """Return why a bias cannot be served, or None: TMA copies its tiles."""
+    if problem.bias not in ("fp16", "bf16"):
+        return "it serves biases of fp16 and bf16"
+    for feature in ("packed sequences", "ALiBi", "a softcap"):
+        if feature in problem.features:
+            return f"it does not serve {feature} with a bias"
+    *outer, columns = problem.bias_strides
+    if columns != 1 and problem.seqlen_k > 1:
+        return "the columns of the bias are not contiguous"
+    if problem.bias_alignment < 16 or any(stride % 8 for stride in outer):
+        return "rows of the bias do not start at multiples of 16 bytes"
+    if any(stride >= 2**39 for stride in outer):
+        return "rows of the bias are too far apart"
+    if any(0 < stride < problem.seqlen_k for stride in outer):
+        return "rows of the bias overlap"
+    return None
+
+
+def batch_inner(problem: AttentionProblem) -> bool:
+    """Return whether a head of all sequences comes before the next head: they share a bias, read once into L2."""
+    if not problem.bias or problem.batch == 1:
+        return False
+    of_sequences, of_heads, _, _ = problem.bias_strides
+    return of_sequences == 0 and of_heads != 0
 
 
 def variants_config(problem: AttentionProblem) -> HopperConfig:
@@ -63,9 +94,22 @@ def variants_config(problem: AttentionProblem) -> HopperConfig:
     if problem.bounded_left and (problem.causal or right >= 0):
         plain = dataclasses.replace(plain, seqlen_k=min(plain.seqlen_k, left + max(0, right) + 1))
     config = hopper_config_of_table(plain)
+    if problem.bias:
+        config = _config_with_bias(problem, config)
     if problem.softcap and problem.head_dim > 64 and max(problem.head_dim, problem.head_dim_v) <= 128:
         config = dataclasses.replace(config, ping_pong=True)
     return dataclasses.replace(config, slope_product=_is_product_of_slopes(problem))
+
+
+def _config_with_bias(problem: AttentionProblem, config: HopperConfig) -> HopperConfig:
+    """Return tile and schedule with room for a bias: in shared memory, and among the 16 barriers of the hardware.
+
+    Two warpgroups, in turns up to 128 columns as with a softcap. Heads wider than 128 have room for 64 keys, wider than
+    192 for 32. None of it was timed.
+    """
+    widest = max(problem.head_dim, problem.head_dim_v)
+    block_n = 128 if widest <= 128 else 64 if widest <= 192 else 32
+    return HopperConfig(2, block_n, 2, ping_pong=config.ping_pong or widest <= 128)
 
 
 def _is_product_of_slopes(problem: AttentionProblem) -> bool:
@@ -106,7 +150,8 @@ def heads_fit(problem: AttentionProblem) -> int | None:
     """
     if problem.bounded_left or not problem.bounded_right:
         return None
-    return _L2_BYTES * problem.group // ((problem.head_dim + problem.head_dim_v) * problem.item_bytes)
+    group = 1 if batch_inner(problem) else problem.group
+    return _L2_BYTES * group // ((problem.head_dim + problem.head_dim_v) * problem.item_bytes)
 
 
 def heads_together(problem: AttentionProblem, config: HopperConfig, programs: int) -> int:
@@ -114,10 +159,13 @@ def heads_together(problem: AttentionProblem, config: HopperConfig, programs: in
 
     As many as fit L2, or a few less where programs then have more equal shares.
     """
+    plain = without_features(problem)
+    if batch_inner(problem):  # the next head is one of another sequence, with its own keys
+        plain = dataclasses.replace(plain, heads_kv=plain.heads)
     if heads_fit(problem) is None:
         return 1
     tiles_m = cdiv(problem.seqlen_q, HOPPER_ROWS * config.warpgroups)
-    most = hopper_heads_per_group(without_features(problem), config.pack)
+    most = hopper_heads_per_group(plain, config.pack)
     return _evenest(tiles_m, problem.batch * problem.heads, most, programs)
 
 

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from ...gpu.signature import Argument, Pointer, PreparedKernel, Scalar, kernel_source, prepare_kernel, scalars
+from ...gpu.signature import (
+    Argument,
+    Descriptor,
+    Pointer,
+    PreparedKernel,
+    Scalar,
+    kernel_source,
+    prepare_kernel,
+    scalars,
+)
 from ..kernel_arguments import VariantCall
 from ..problem import LOG2_E, AttentionProblem
 from ..tiles import HopperConfig, Plan, cdiv
@@ -10,7 +19,7 @@ from .plan_sm90 import HOPPER_ROWS
 from .prepared import hopper_tiles
 from .sequences_triton import _order_sequences_kernel
 from .variants_gluon_sm90 import _forward_features_sm90_kernel
-from .variants_plan import ORDER_SEQUENCES, ORDER_WARPS, heads_fit, heads_together
+from .variants_plan import ORDER_SEQUENCES, ORDER_WARPS, batch_inner, heads_fit, heads_together
 
 
 def prepare_features(plan: Plan, tokens: tuple[int, int] | None = None) -> tuple[PreparedKernel, ...]:
@@ -47,11 +56,22 @@ def _order(plan: Plan) -> PreparedKernel:
 
 
 def _scales(problem: AttentionProblem, config: HopperConfig) -> tuple[float, float]:
-    """Return by what scores are multiplied as exponents of two, and before a softcap, or before ALiBi is added."""
+    """Return by what scores are multiplied as exponents of two, and before a softcap or what is added."""
     p = problem
     if p.softcap:
         return p.softcap * LOG2_E, p.scale / p.softcap
+    if p.bias:  # its exponentials are to base e
+        return LOG2_E, p.scale
     return (1.0, p.scale_log2) if p.alibi and not config.slope_product else (p.scale_log2, 0.0)
+
+
+def _bias(problem: AttentionProblem, config: HopperConfig) -> Descriptor:
+    """Return the tiles of a bias for the rows of one warpgroup; of one row where it has one for all."""
+    p = problem
+    sizes = (p.batch, p.heads, p.seqlen_q)
+    own = tuple(size if stride else 1 for size, stride in zip(sizes, p.bias_strides, strict=False))
+    tile = (1, 1, HOPPER_ROWS if p.bias_strides[2] else 1, config.block_n)
+    return Descriptor(p.bias, tile, (*own, p.seqlen_k), p.bias_strides, "bias")
 
 
 def _forward(plan: Plan, tokens: tuple[int, int] | None) -> PreparedKernel:
@@ -67,6 +87,7 @@ def _forward(plan: Plan, tokens: tuple[int, int] | None) -> PreparedKernel:
         "lse_ptr": Pointer("fp32", aligned=True),
         "sinks_ptr": Pointer(p.sinks) if p.sinks else None,
         "alibi_ptr": Pointer(p.alibi) if p.alibi else None,
+        "bias_desc": _bias(p, config) if p.bias else None,
         "o_ptr": Pointer(p.dtype, aligned=True) if p.packed else None,
         "sequences_ptr": Pointer("i32") if p.packed else None,
         "counter_ptr": Pointer("i32") if p.packed else None,
@@ -94,6 +115,10 @@ def _forward(plan: Plan, tokens: tuple[int, int] | None) -> PreparedKernel:
             BOUND_RIGHT=p.bounded_right,
             SEES_AHEAD=bool(p.alibi) and not (p.bounded_right and right <= 0),
             SLOPE_PRODUCT=config.slope_product,
+            BIAS_BATCH=bool(p.bias) and p.bias_strides[0] != 0,
+            BIAS_HEADS=bool(p.bias) and p.bias_strides[1] != 0,
+            BIAS_ROWS=bool(p.bias) and p.bias_strides[2] != 0,
+            BATCH_INNER=batch_inner(p),
             STORE_LSE=p.return_lse,
             DV=p.head_dim_v,
         ),

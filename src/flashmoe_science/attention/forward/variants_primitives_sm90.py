@@ -73,6 +73,8 @@ class Args:
     k_ring: Ring
     v_ring: Ring
     places: gl.shared_memory_descriptor  # with SLOPE_PRODUCT: of the keys within a tile, see ``slope_operand``
+    bias_desc: tma.tensor_descriptor  # q_desc where there is none
+    bias_ring: Ring  # one slot a warpgroup
     batch: gl.tensor
     heads: gl.tensor
     seqlen_q: gl.tensor
@@ -83,7 +85,7 @@ class Args:
     window_left: gl.tensor
     window_right: gl.tensor
     scale_log2: gl.tensor  # softmax_scale * log2(e), positive; with a softcap softcap * log2(e); see ``_scales``
-    inner_scale: gl.tensor  # with a softcap softmax_scale / softcap; with ALiBi softmax_scale * log2(e)
+    inner_scale: gl.tensor  # with a softcap softmax_scale / softcap; with ALiBi or a bias see ``_scales``
     alibi_ptr: gl.tensor
     alibi_stride: gl.tensor  # of the slopes along B
     GROUP: gl.constexpr  # query heads that share one K/V head
@@ -106,6 +108,11 @@ class Args:
     DV0: gl.constexpr  # likewise of V
     DV1: gl.constexpr
     DV: gl.constexpr  # columns of the output
+    HAS_BIAS: gl.constexpr
+    BIAS_BATCH: gl.constexpr  # each sequence has a bias of its own; so have heads and rows
+    BIAS_HEADS: gl.constexpr
+    BIAS_ROWS: gl.constexpr
+    BATCH_INNER: gl.constexpr  # a head of all sequences comes before the next head
 
     @gluon.jit
     def sequence(self, rank, WHAT: gl.constexpr):
@@ -180,9 +187,13 @@ class Args:
             self.row_tiles.put(n, _QUERIES, queries)
             self.row_tiles.put(n, _KEYS, keys)
         else:
-            start = head // self.heads
+            if self.BATCH_INNER:
+                start = head % self.batch
+                head //= self.batch
+            else:
+                start = head // self.heads
+                head %= self.heads
             start_k = start
-            head %= self.heads
         self.row_tiles.put(n, _HEAD, head)
         self.row_tiles.put(n, _START, start)
         self.publish(n, row)
