@@ -125,7 +125,9 @@ def main():
     first = argparse.ArgumentParser(add_help=False)
     first.add_argument("split", choices=("cp", "ep"))
     chosen, others = first.parse_known_args()
-    args = parse([*others, "--experts", "4"] if chosen.split == "ep" and "--experts" not in others else others)
+    if chosen.split == "ep" and "--experts" not in others:
+        others += ["--experts", str(max(4, int(os.environ["WORLD_SIZE"])))]
+    args = parse(others)
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
