@@ -84,20 +84,22 @@ def _below_lse(s, a, span, lse, slope, key, row):
     keys_layout: gl.constexpr = gl.SliceLayout(1, s.type.layout)
     # How far each key lies behind the first row.
     behind = key - row + rematerialize(span.seqlen_q) - rematerialize(span.seqlen_k)
+    if a.slopes.SEES_AHEAD:
+        return _below_lse_ahead(s, a, lse, slope, behind)
     of_key = slope * (behind + rematerialize(gl.arange(0, ROWS, keys_layout))).to(gl.float32)
-    x = s * a.scale_log2 + (of_key[:, None] - lse[None, :])
-    if a.slopes.SEES_AHEAD:  # noqa: SIM102 - the first is a constant, the second is known on the GPU alone
-        if behind + ROWS > 1:
-            x = _turn_ahead(x, slope, behind)
-    return x
+    return s * a.scale_log2 + (of_key[:, None] - lse[None, :])
 
 
 @gluon.jit
-def _turn_ahead(x, slope, behind):
-    """Take 2 * slope * distance from the scores of keys behind the position of their row, laid out as for a mask."""
-    COLUMNS: gl.constexpr = x.shape[1]
-    layout: gl.constexpr = x.type.layout
-    x = gl.reshape(x, [ROWS, COLUMNS // 8, 4, 2])
+def _below_lse_ahead(s, a, lse, slope, behind):
+    """Do the same where keys may lie ahead of the positions of rows: laid out as for a mask, as columns are known.
+
+    Where all keys of a tile lie ahead of all its rows, the term has the other sign: another number a key, and a product
+    with the column. Where some do, 2 * slope * distance is taken from each element that does.
+    """
+    COLUMNS: gl.constexpr = s.shape[1]
+    layout: gl.constexpr = s.type.layout
+    x = gl.reshape(s, [ROWS, COLUMNS // 8, 4, 2])
     x_layout: gl.constexpr = x.type.layout
     lane_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, x_layout))  # [ROWS, 4]
     offs_n = behind + rematerialize(gl.arange(0, ROWS, gl.SliceLayout(1, lane_layout)))
@@ -105,8 +107,15 @@ def _turn_ahead(x, slope, behind):
     i = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, x_layout))))
     k = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, x_layout))))
     column = (8 * i[None, :, None, None] + k[None, None, None, :]).to(gl.float32)
-    ahead = (offs_n[:, None] - lane).to(gl.float32)[:, None, :, None] - column
-    x -= 2 * slope * gl.maximum(ahead, 0.0)
+    all_ahead = behind >= COLUMNS - 1
+    turned = gl.where(all_ahead, 2 * lane - offs_n[:, None], offs_n[:, None]).to(gl.float32)
+    of_rows = gl.reshape(gl.expand_dims(lse, 0).broadcast_to([ROWS, COLUMNS]), [ROWS, COLUMNS // 8, 4, 2])
+    x = x * a.scale_log2 + ((slope * turned)[:, None, :, None] - gl.convert_layout(of_rows, x_layout))
+    if all_ahead:
+        x += 2 * slope * column
+    elif behind + ROWS > 1:
+        ahead = (offs_n[:, None] - lane).to(gl.float32)[:, None, :, None] - column
+        x -= 2 * slope * gl.maximum(ahead, 0.0)
     return gl.convert_layout(gl.reshape(x, [ROWS, COLUMNS]), layout)
 
 
