@@ -33,8 +33,8 @@ def spent() -> dict[str, float]:
     return dict(_seconds)
 
 
-def sum_up(parts: Mapping[str, float], seconds: float, rest: str) -> str:
-    """Return in words where ``seconds`` went, the largest part first; ``rest`` names those of no part."""
-    named = {**parts, rest: seconds - sum(parts.values())}
+def sum_up(parts: Mapping[str, float], seconds: float) -> str:
+    """Return in words where ``seconds`` went, the largest part first."""
+    named = {**parts, "the rest": seconds - sum(parts.values())}
     shown = sorted(((name, value) for name, value in named.items() if value >= 0.05), key=lambda item: -item[1])
     return ", ".join(f"{name} {value:.1f} s" for name, value in shown)

@@ -357,8 +357,7 @@ class Run:
             result = run_task(name, payload, reply=replies[0], **shared)
         if result.seconds >= _LONG_S and result.spent:
             whole = f"{task.partition(':')[2]} took {result.seconds:.0f} s"
-            rest = "the kernel's own calls and the rest" if task == "tasks:check_correct" else "the rest"
-            self.progress.note(f"{whole}: {sum_up(result.spent, result.seconds, rest)}")
+            self.progress.note(f"{whole}: {sum_up(result.spent, result.seconds)}")
         if result.limit_reached:
             raise BudgetSpentError("the budget is spent")
         if self.holds_gpu:

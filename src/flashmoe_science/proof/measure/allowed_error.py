@@ -95,6 +95,7 @@ class Whole:
         self._more = _more_draws(operator, problem, inputs, self._names) if self._scales is None and few else []
         self._found: dict[Part | None, ExpectedOutputs] = {}
 
+    @spending("the exact answers")
     def expected(self, part: Part | None) -> ExpectedOutputs:
         """Return what an answer has to be: that of a rank, or, for None, the whole."""
         if part not in self._found:

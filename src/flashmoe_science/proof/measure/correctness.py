@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...errors import ProofError
 from ..records.evidence import Accuracy, OutputAccuracy
+from ..spent import spending
 from ..subject.failure_hints import not_here
 from ..subject.operator import Inputs, Operator, Part, part_of, stress_draws_of
 from ..subject.outputs import not_formed, parts
@@ -101,8 +102,8 @@ def _check_calls(
 ) -> Accuracy:
     part = part_of(operator, problem, entry, rank_here())
     run = _Runner(device)
-    inputs = operator.make_inputs(problem, seed=seed, device=device)
-    others = operator.make_inputs(problem, seed=seed + 1, device=device)
+    inputs = _make_inputs(operator, problem, seed, device)
+    others = _make_inputs(operator, problem, seed + 1, device)
     require_random(operator, inputs, others)
 
     call = operator.bind(entry, problem, inputs)
@@ -151,6 +152,7 @@ def _check_calls(
     return accuracy
 
 
+@spending("a replay")
 def check_replay(
     operator: Operator,
     call: Callable[[], Any],
@@ -178,7 +180,7 @@ def check_replay(
     if not all(meet(graph is not None, "a graph captured")) or graph is None:
         return
     try:
-        others = operator.make_inputs(problem, seed=seed, device="cuda")
+        others = _make_inputs(operator, problem, seed, "cuda")
         for name, tensor in inputs.items():
             tensor.data.copy_(others[name])
         graph.poison_outputs()
@@ -201,6 +203,7 @@ def check_replay(
         graph.release()
 
 
+@spending("stress draws")
 def check_stress(
     operator: Operator,
     entry: Callable[..., Any],
@@ -297,8 +300,7 @@ class _Runner:
         poison_free_memory(self._device, *(wanted.nbytes for wanted in expected))
         try:
             with PoisonFreshMemory() if poison_all else contextlib.nullcontext():  # type: ignore[no-untyped-call]
-                answer = call()
-            _synchronize(self._device)
+                answer = self._answer(call)
         except self._refusals:
             raise
         except Exception as error:
@@ -317,6 +319,13 @@ class _Runner:
             self._outputs.append((wanted.within(which), output, self._copy_of(output)))
         return outputs
 
+    @spending("calls")
+    def _answer(self, call: Callable[[], Any]) -> Any:
+        answer = call()
+        _synchronize(self._device)
+        return answer
+
+    @spending("comparisons")
     def _check_error(self, output: torch.Tensor, wanted: Expected, which: str) -> None:
         found, fault = judge(output, wanted)
         if fault:
@@ -409,6 +418,11 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
 
 
+@spending("inputs")
+def _make_inputs(operator: Operator, problem: Any, seed: int, device: str) -> dict[str, torch.Tensor]:
+    return operator.make_inputs(problem, seed=seed, device=device)
+
+
 def _copied(inputs: Inputs) -> dict[str, torch.Tensor]:
     return {name: tensor.clone(memory_format=torch.preserve_format) for name, tensor in inputs.items()}
 
@@ -426,6 +440,7 @@ def _synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
+@spending("memory filled with NaN")
 def poison_free_memory(device: str, *output_bytes: int) -> None:
     """Fill memory with NaN and give it back, so that what the subject allocates next holds NaN where it does not write.
 
