@@ -80,6 +80,15 @@ def test_the_chain_proves_a_subject_over_two_ranks_as_far_as_a_cpu_can(record):
     assert verdict.claim.sentence.startswith("On 2 ranks of a machine with no GPU, ours is at least as fast as plain")
 
 
+def test_what_a_cpu_could_not_check_it_does_not_time():
+    record = prove(request_of("needs_a_gpu"), progress=Recorder(), save=lambda _: None)
+    gates = {gate.name: gate for gate in record.gates}
+    assert gates["correct"].status is GateStatus.NOT_POSSIBLE
+    for name in ("quick", "bench"):
+        assert gates[name].status is GateStatus.NOT_POSSIBLE
+        assert gates[name].summary == "no times without right answers: correct did not check w2_n40 here"
+
+
 def test_a_late_rank_counts(record):
     (rounds,) = record.cases[0].rounds
     first, second = rounds.ranks

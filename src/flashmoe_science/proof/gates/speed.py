@@ -17,7 +17,7 @@ from ..records.evidence import CaseRecord, GateStatus, Launch, RankRounds, Round
 from ..text import counted
 from .alone import check_alone
 from .resume import has_cell, is_wide
-from .run import Outcome, Run, failed, first_of, no_timing, passed
+from .run import Outcome, Run, failed, first_of, no_timing, not_possible, passed
 
 _QUICK_RANGE = (0.5, 2.0)  # times the speedup expected
 _WORST = ("not measured", "measured", "refused", "unavailable", "failed")  # an arm keeps the worst of all processes
@@ -28,8 +28,8 @@ _NONE_IMPOSSIBLE = "no time is impossible"
 
 def measure_quickly(run: Run) -> Outcome:
     """Gate quick: five rounds of some cases. Far from what was expected, or faster than the GPU can be: stop here."""
-    if run.no_timing_reason:
-        return no_timing(run)
+    if (outcome := _not_timed(run)) is not None:
+        return outcome
     kind: TimeKind = "graph" if "graph" in run.settings.times else run.settings.times[0]
     settings = run.settings.model_copy(update={"rounds": QUICK_ROUNDS, "processes": 1, "times": [kind]})
     cases: list[dict[str, Any]] = []
@@ -50,6 +50,16 @@ def measure_quickly(run: Run) -> Outcome:
     if impossible:
         return failed(first_of(impossible), hint=_IMPOSSIBLE_HINT, details=impossible)
     return _compare_with_expected(run, cases, kind)
+
+
+def _not_timed(run: Run) -> Outcome | None:
+    """Return the outcome where nothing can be timed, else None. On a CPU correct may have left cases unchecked."""
+    if run.no_timing_reason:
+        return no_timing(run)
+    unchecked = [name for name in run.todo if run.cases[name].correct is not True]
+    if not unchecked:
+        return None
+    return not_possible(f"no times without right answers: correct did not check {unchecked[0]} here")
 
 
 def _compare_with_expected(run: Run, cases: Sequence[dict[str, Any]], kind: TimeKind) -> Outcome:
@@ -101,8 +111,8 @@ def _idle_sms(run: Run, speedups: Mapping[str, float]) -> str:
 
 def measure_fully(run: Run) -> Outcome:
     """Gate bench: all rounds in all processes; kernel time in processes of its own; then baselines alone."""
-    if run.no_timing_reason:
-        return no_timing(run)
+    if (outcome := _not_timed(run)) is not None:
+        return outcome
     for step in _all_steps(run):
 
         def on_case(case: dict[str, Any], process: int = step.process) -> None:
