@@ -125,9 +125,14 @@ def main():
     first = argparse.ArgumentParser(add_help=False)
     first.add_argument("split", choices=("cp", "ep"))
     chosen, others = first.parse_known_args()
+    ranks = int(os.environ["WORLD_SIZE"])
     if chosen.split == "ep" and "--experts" not in others:
-        others += ["--experts", str(max(4, int(os.environ["WORLD_SIZE"])))]
+        others += ["--experts", str(max(4, ranks))]
     args = parse(others)
+    if chosen.split == "ep" and "--batch" not in others:
+        args.batch = -(-args.batch // ranks) * ranks
+    if chosen.split == "ep" and args.batch % ranks:
+        raise SystemExit(f"--batch must be a multiple of the {ranks} ranks, got {args.batch}")
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")

@@ -270,6 +270,8 @@ def two_dimensions(_rank: int, ranks: int) -> dict[str, Any]:
         found[f"{shape}, packed"] = packed(line, FIXED["sinks"], LENGTHS, Sizes(8, 4))
     plan = cp.plan(LENGTHS)
     found["later plans"] = {"x": [0.0, copies_and_compares_nothing(cp)]}
+    empty = whole_k[:, :, :0]
+    found["no tokens, unshard"] = {"x": [0.0, cp.unshard(cp.shard(empty, 2), 2).shape == empty.shape]}
     found["unshard"] = {"x": [0.0, torch.equal(cp.unshard(cp.shard(whole_k, 2), 2), whole_k)]}
     found["unshard, packed"] = {"x": [0.0, torch.equal(cp.unshard(cp.shard(whole_k, 2, plan), 2, plan), whole_k)]}
     return found

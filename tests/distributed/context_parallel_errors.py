@@ -104,6 +104,9 @@ def errors(rank: int, ranks: int) -> dict[str, Any]:
             lambda: ContextParallel(mesh, heads_kv=2 * ranks).plan([8] * ranks, causal=rank == 0), InputError
         ),
         "unshard": _unshard_unlike(rank, ranks, mesh),
+        "unshard with a gradient": message(
+            lambda: ContextParallel(mesh, strategy="heads").unshard(q.clone().requires_grad_(rank == 1), 2), InputError
+        ),
         "DTensor of one rank": message(
             lambda: ContextParallel(mesh, strategy="gather").attention(
                 DTensor.from_local(q, mesh) if rank else q, k, v
@@ -139,7 +142,7 @@ def errors(rank: int, ranks: int) -> dict[str, Any]:
             for given in (([1, 2], 0), (q, 4), (packed_q, 0, [8]))
         ],
         "sizes of layouts": [message(functools.partial(heads.layout, size), InputError) for size in (-8, 8.0)],  # type: ignore[arg-type]
-        "copied": copy.deepcopy(heads) is heads,
+        "copied": copy.deepcopy(heads) is heads and copy.deepcopy(plan).number != plan.number,
         "after all": float(heads.attention(q, k, v).sum() * 0),
     }
 
@@ -155,9 +158,13 @@ def _unshard_unlike(rank: int, ranks: int, mesh: DeviceMesh) -> list[str]:
         (x, 0, plans[rank]),
     ]
     return [
-        message(functools.partial(ContextParallel(mesh, strategy="gather").unshard, *each), InputError)
-        for each in calls[:3]
-    ] + [message(functools.partial(whole.unshard, *calls[3]), InputError)]
+        *(
+            message(functools.partial(ContextParallel(mesh, strategy="gather").unshard, *each), InputError)
+            for each in calls[:3]
+        ),
+        message(functools.partial(whole.unshard, *calls[3]), InputError),
+        message(lambda: ContextParallel(mesh, strategy=("heads", "gather")[rank]).unshard(x, 0), InputError),
+    ]
 
 
 def _wrong_on_rank_0(rank: int, cp: ContextParallel) -> dict[str, str]:

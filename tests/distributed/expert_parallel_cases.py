@@ -95,6 +95,23 @@ def all_cases(rank: int, ranks: int) -> dict[str, Any]:
     }
 
 
+def unusual_rows(rank: int, ranks: int) -> dict[str, Any]:
+    """Rows of one element with another stride than 1, and none at all: the gradient of a sum has stride 0."""
+    ep = ExpertParallel(init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",)), strategy="gather")
+    up, down = (draw(seed, EXPERTS, *shape, device="cpu", dtype=torch.float32) for seed, shape in enumerate(
+        ((2 * INTER, HIDDEN), (HIDDEN, INTER))
+    ))  # fmt: skip
+    found = {}
+    for tokens in (0, 4):
+        x = draw(rank, tokens, HIDDEN, device="cpu", dtype=torch.float32).requires_grad_()
+        weights, ids = torch.rand(1, tokens).t(), torch.arange(tokens)[:, None] % EXPERTS
+        out = ep.fused_moe(x, ep.shard(up), ep.shard(down), weights, ids)
+        out.sum().backward()
+        difference = out - fused_moe(x, up, down, weights, ids)
+        found[str(tokens)] = x.grad is not None and bool(torch.all(difference.abs() < 1e-4))
+    return found
+
+
 def capacities(rank: int, ranks: int) -> dict[str, Any]:
     """Room for less than all tokens: enough for these, then too little on one rank."""
     ep = ExpertParallel(init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",)), strategy="once", capacity=0.5)
@@ -148,12 +165,16 @@ def without_tokens(rank: int, ranks: int) -> dict[str, Any]:
 def with_errors(rank: int, ranks: int) -> dict[str, Any]:
     return {
         "errors": errors(rank, ranks), "capacities": capacities(rank, ranks), "cases": all_cases(rank, ranks),
-        "without tokens": without_tokens(rank, ranks),
+        "without tokens": without_tokens(rank, ranks), "unusual rows": unusual_rows(rank, ranks),
     }  # fmt: skip
 
 
 def with_capacities(rank: int, ranks: int) -> dict[str, Any]:
-    return {"capacities": capacities(rank, ranks), "cases": all_cases(rank, ranks)}
+    return {
+        "capacities": capacities(rank, ranks),
+        "unusual rows": unusual_rows(rank, ranks),
+        "cases": all_cases(rank, ranks),
+    }
 
 
 def gpu_cases(rank: int, ranks: int) -> dict[str, Any]:

@@ -22,6 +22,11 @@ WAYS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 TOKENS = 6
+UNLIKE: dict[str, dict[str, Any]] = {
+    "hidden": {"hidden": 32}, "inter": {"inter": 0}, "shared_experts": {"shared_experts": 1}, "top_k": {"top_k": 2},
+    "dtype": {"dtype": torch.bfloat16}, "device": {"device": "meta"}, "capacity": {"capacity": 2.0},
+    "capacity of text": {"capacity": "1"}, "experts": {"experts": 16}, "activation": {"activation": "gelu"},
+}  # fmt: skip
 
 
 def make(way: str, **more: Any) -> MoeLayer:
@@ -106,6 +111,46 @@ def router_without_a_seed(mesh: Any) -> list[float]:
     return [float(x) for x in router.to_local().flatten()]
 
 
+def drawn_under_fsdp2(mesh: Any) -> dict[str, list[float]]:
+    """Return the whole router, and the first number of each expert, of a layer that is drawn after FSDP2 sharded it."""
+    torch.manual_seed(torch.distributed.get_rank() // 2)  # some ranks have one seed
+    layer = MoeLayer(16, 24, 8, 3, ep_mesh=mesh["ep"], device="meta")
+    fully_shard(layer, mesh=mesh["dp"])
+    layer.to_empty(device="cpu")
+    layer.reset_parameters()
+    router, experts = whole(layer.w_router.detach()), whole(layer.w_down.detach())
+    return {
+        "router": [float(x) for x in router.flatten()],
+        "replica": [float(x) for x in layer.w_router.to_local().flatten()],  # type: ignore[attr-defined]
+        "experts": [float(x) for x in experts[:, 0, 0]],
+    }
+
+
+def unlike_layers(mesh: Any) -> dict[str, str]:
+    """Return what ranks are told whose layers differ in one thing each."""
+    odd = torch.distributed.get_rank() == 1
+    found = {}
+    for name, change in UNLIKE.items():
+        given: dict[str, Any] = {"hidden": 16, "inter": 24, "experts": 8, "top_k": 3, **(change if odd else {})}
+        try:
+            MoeLayer(**given, ep_mesh=mesh["ep"])
+            found[name] = "no error"
+        except InputError as error:
+            found[name] = str(error)
+    return found
+
+
+def under_autocast_on_one_rank(mesh: Any) -> str:
+    """Return what ranks are told of which one alone calls its layer under autocast."""
+    layer = make("mixtral", ep_mesh=mesh["ep"])
+    with torch.autocast("cpu", torch.bfloat16, enabled=torch.distributed.get_rank() == 0):
+        try:
+            layer(torch.ones(TOKENS, 16))
+        except InputError as error:
+            return str(error)
+    return "no error"
+
+
 def shared(mesh: Any) -> dict[str, bool]:
     """Return whether layers share what sends their tokens, and whether it ends with them."""
     first, second = (make("mixtral", ep_mesh=mesh["ep"]) for _ in range(2))
@@ -128,7 +173,10 @@ def all_cases(rank: int, ranks: int) -> dict[str, Any]:
     found: dict[str, Any] = {way: case(way, experts, fsdp=False) for way in WAYS}
     if ranks > 2:
         found |= {f"{way}, FSDP2": case(way, both, fsdp=True) for way in WAYS}
+        found["drawn under FSDP2"] = drawn_under_fsdp2(both)
     found["shared"] = shared(experts)
+    found["unlike"] = unlike_layers(experts)
+    found["autocast"] = under_autocast_on_one_rank(experts)
     found["compiled"] = compiled(experts["ep"])
     found["router"] = router_without_a_seed(experts)
     try:

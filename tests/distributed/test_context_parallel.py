@@ -166,11 +166,14 @@ def test_errors_name_the_rank_and_are_raised_on_all(found: list[dict[str, Any]])
         "DTensor of one rank": "rank 1: q is a DTensor, and ContextParallel takes local ones",
         "strategy": 'strategy must be "heads", "gather", "heads+gather" or "auto", got \'ring\'',
         "auto": "heads_kv must be given",
+        "unshard with a gradient": "rank 1: x must not require a gradient: unshard records none",
     }
     for name, text in expected.items():
         assert text in first[name], name
     for error, text in zip(
-        first["unshard"], ("[8, 8] float16", "rank 1 has unshard: x [4, 8]", "dim 1", ", plan "), strict=True
+        first["unshard"],
+        ("[8, 8] float16", "rank 1 has unshard: x [4, 8]", "dim 1", ", plan ", "dim 0, strategy gather"),
+        strict=True,
     ):
         assert error.startswith("all ranks must make the same call, but rank 0 has unshard: x [8, 8]")
         assert text in error

@@ -26,6 +26,7 @@ def check_capacities(found: list[dict[str, Any]], missing: int) -> None:
         assert each["capacities"]["nan"] == [True] * 5  # the output, and gradients of x, w_gate_up, w_down, weights
         assert each["capacities"]["buffer"]
         assert each["capacities"]["again"]
+        assert each["unusual rows"] == {"0": True, "4": True}
 
 
 def check_cases(found: list[dict[str, dict[str, float]]], most: float) -> None:
@@ -48,8 +49,8 @@ def test_two_ranks_give_what_one_process_gives_and_errors_name_the_rank(tmp_path
         "tokens": "all ranks must make the same call",
         "rows": "rank 1: topk_weights must have shape [T, K] = [4, 2], got [3, 2]",
         "kind": "rank 1: topk_ids must be a torch.Tensor, got list",
-        "capacity of one rank": "rank 1 has strategy once, capacity 0.5: x [4, 16]",
-        "strategy of one rank": "rank 0 has strategy gather, capacity 1.0: x [4, 16]",
+        "capacity of one rank": "rank 1 has strategy once, capacity 0.5, autocast None: x [4, 16]",
+        "strategy of one rank": "rank 0 has strategy gather, capacity 1.0, autocast None: x [4, 16]",
         "activation": "activation must be",
         "experts": "the number of experts must be a multiple of the 2 ranks, got 3",
         "strategy": 'strategy must be "gather", "once" or "auto", got \'pairs\'',

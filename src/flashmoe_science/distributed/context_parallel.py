@@ -60,7 +60,7 @@ class ContextParallel:
     All ranks of the mesh call every method, with the same options, shapes and plan. The first call of its kind compares
     them over ranks; with ``FLASHMOE_CHECK=1`` in the environment every call does. Errors are then raised on all ranks.
     Where a rank ends, a collective of the others fails with ``RankLostError``, which names it. ``torch.compile`` makes
-    one operator of a call.
+    one operator of a call. Compile calls, or watch them by a mode such as ``FlopCounterMode``, on all ranks or on none.
 
     ``plan`` compares lengths whenever it is called. Later calls do not compare which plan a rank took, if its tokens
     are as many. A rank that took that of another batch attends other documents, or sends what others do not wait for:
@@ -196,23 +196,32 @@ class ContextParallel:
         """
         _check_sharded(x, dim)
         layout = self._layout_of(x.shape[dim], plan)
-        return torch.cat([x.narrow(dim, start, end - start) for start, end in layout.held[self.rank]], dim)
+        held = layout.held[self.rank] or ((0, 0),)
+        return torch.cat([x.narrow(dim, start, end - start) for start, end in held], dim)
 
     def unshard(self, x: Tensor, dim: int, plan: PackedPlan | None = None) -> Tensor:
         """Return the tokens of all ranks in their order: the inverse of ``shard``. It records no gradient.
 
         Raises:
-            InputError: on all ranks, where the first call of its kind is wrong or differs on one.
+            InputError: on all ranks, where the first call of its kind is wrong or differs on one, and where autograd
+                would record a gradient of x. Compiled calls are not compared.
         """
+        wants_gradient = torch.is_grad_enabled() and getattr(x, "requires_grad", False)
 
         def describe() -> str:
             _check_sharded(x, dim)
+            if wants_gradient:
+                raise InputError(
+                    "x must not require a gradient: unshard records none, so layers before it would not learn",
+                    hint="keep the tokens of this rank until the loss, or pass x.detach()",
+                )
             self._layout_of(x.shape[dim] * self.ranks, plan)
             planned = "" if plan is None else f", plan {plan.digest}"
-            return f"unshard: {describe_tensors({'x': x.detach()})}, dim {dim}{planned}"
+            return f"unshard: {describe_tensors({'x': x.detach()})}, dim {dim}, strategy {self.strategy}{planned}"
 
         if not torch.compiler.is_compiling():
-            form = (getattr(x, "shape", None), getattr(x, "dtype", None), type(plan), getattr(plan, "strategy", None))
+            planned = (plan.digest, plan.strategy, plan.place) if isinstance(plan, PackedPlan) else type(plan)
+            form = (type(x), getattr(x, "shape", None), getattr(x, "dtype", None), planned, wants_gradient)
             self._agreement.check(("unshard", repr(dim), *form), describe)
         _check_sharded(x, dim)
         layout = self._layout_of(x.shape[dim] * self.ranks, plan)
@@ -458,7 +467,9 @@ class ContextParallel:
             raise InputError(
                 f'heads must be multiples of the {ranks} ranks{groups} for strategy="{strategy}", '
                 f"got {count} query heads and {count_kv} K/V heads",
-                hint='use strategy="gather"' if not groups else "use fewer head_groups",
+                hint='use strategy="gather", unless shard cut another dimension than that of tokens'
+                if not groups
+                else "use fewer head_groups",
             )
         if plan is not None and plan.device != q.device:
             raise InputError(f"the plan is on {plan.device}, got tensors on {q.device}")
@@ -474,6 +485,8 @@ def _check_sharded(x: object, dim: object) -> None:
     """Raise ``InputError`` unless ``dim`` is a dimension of the tensor ``x``."""
     if not isinstance(x, Tensor):
         raise InputError(f"x must be a torch.Tensor, got {type(x).__name__}")
+    if is_dtensor(type(x)):
+        raise InputError("x is a DTensor, and ContextParallel takes local ones")
     if type(dim) is not int or not -x.dim() <= dim < x.dim():
         raise InputError(f"dim must be one of the {x.dim()} dimensions of x, got {shown(dim)}")
 

@@ -92,7 +92,9 @@ def sum_ranks_into(out: Tensor, received: Tensor) -> None:
 
 def gather_together(tensors: Sequence[Tensor], layout: Layout, group: Group) -> tuple[Tensor, ...]:
     """Return ``gather_tokens`` of several tensors, by one message."""
-    rows = [x.contiguous().view(torch.uint8) for x in tensors]  # a token's bytes
+    # A token's bytes. Rows of one element, or none, may be contiguous with a stride that no view of bytes takes.
+    dense = [x.contiguous() if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format) for x in tensors]
+    rows = [x.view(torch.uint8) for x in dense]
     gathered = torch.split(gather_tokens(torch.cat(rows, 1), layout, group), [row.shape[1] for row in rows], 1)
     # Copies: a part of one row is contiguous as it is, at an address that the dtype may not allow.
     parts = (part.clone(memory_format=torch.contiguous_format) for part in gathered)

@@ -63,8 +63,7 @@ class ExpertParallel:
         """
         self.group = group_of(mesh, "ep")
         self.rank, self.ranks = self.group.rank(), self.group.size()
-        if type(capacity) not in (int, float) or not 0 < capacity <= 1:
-            raise InputError(f"capacity must be above 0 and at most 1, got {shown(capacity)}")
+        check_capacity_share(capacity)
         if strategy == "auto":
             strategy = "once" if self.ranks > _RANKS_OF_GATHER and capacity < 1 else "gather"
         if strategy not in ("gather", "once"):
@@ -150,8 +149,10 @@ class ExpertParallel:
             "x": x, "w_gate_up": w_gate_up, "w_down": w_down, "topk_weights": topk_weights, "topk_ids": topk_ids,
             "bias_gate_up": bias_gate_up, "bias_down": bias_down,
         }  # fmt: skip
-        kind = (repr(options), kind_of(given.values()))
-        sizing = f"strategy {self.strategy}, capacity {self.capacity}"
+        device = self._over.device.type
+        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        kind = (repr(options), cast, kind_of(given.values()))
+        sizing = f"strategy {self.strategy}, capacity {self.capacity}, autocast {cast}"
         self._agreement.check(kind, lambda: f"{sizing}: {_describe(given, options)}")
         run = self._gather if self.strategy == "gather" else self._once
         return run(given, options)
@@ -200,6 +201,12 @@ class ExpertParallel:
     ) -> Tensor:
         by_expert = {name: given[name] for name in ("w_gate_up", "w_down", "bias_gate_up", "bias_down")}
         return fused_moe(x=tokens, topk_weights=weights, topk_ids=ids, **by_expert, **options)
+
+
+def check_capacity_share(capacity: object) -> None:
+    """Raise ``InputError`` unless it is a share of a rank's tokens."""
+    if type(capacity) not in (int, float) or not 0 < capacity <= 1:  # type: ignore[operator]
+        raise InputError(f"capacity must be above 0 and at most 1, got {shown(capacity)}")
 
 
 class _Gather(torch.autograd.Function):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator
 
@@ -41,10 +42,10 @@ def _error(group: dist.ProcessGroup, what: str, error: RuntimeError) -> RankLost
             if silent
             else "all ranks are alive"
         )
-    return RankLostError(
-        f"{what} failed on rank {mine}: {lost}. torch said: {reason}",
-        hint="end this process: the ranks that are left cannot go on with this group",
-    )
+    hint = "end this process: the ranks that are left cannot go on with this group"
+    if "FLASHMOE_CHECK" not in os.environ:
+        hint = f"{hint}. If ranks made different calls, FLASHMOE_CHECK=1 in the environment names the first"
+    return RankLostError(f"{what} failed on rank {mine}: {lost}. torch said: {reason}", hint=hint)
 
 
 def _silent_ranks(group: dist.ProcessGroup, mine: int) -> list[int]:

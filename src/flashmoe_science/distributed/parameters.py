@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from .faults import collective
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -34,16 +36,23 @@ def local_of(parameter: Tensor) -> Tensor:
 def draw(parameter: DTensor, fill: Callable[[Tensor], object]) -> None:
     """Fill what this rank has. All experts are drawn in turn, so ranks of one seed have what one process has.
 
-    What all ranks have is that of the first, whatever their seeds.
+    What several ranks have is that of the first of them, whatever their seeds. Sharded by FSDP2 too, a parameter is
+    drawn as a whole by the first rank of the mesh, and cut.
     """
-    local = parameter.to_local().detach()
+    mesh, local = parameter.device_mesh, parameter.to_local().detach()
+    if local.is_meta:
+        return
+    if mesh.ndim > 1:
+        whole = torch.empty(parameter.shape, dtype=local.dtype, device=local.device)
+        fill(whole)
+        for axis in range(mesh.ndim):
+            _take_from_first(whole, mesh.get_group(axis))
+        same = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        local.copy_(same.redistribute(placements=parameter.placements).to_local())
+        return
     if parameter.placements != (Shard(0),):
         fill(local)
-        if parameter.placements == (Replicate(),) and not local.is_meta:
-            group = parameter.device_mesh.get_group()
-            dist.broadcast(
-                local.view(torch.uint8), dist.get_global_rank(group, 0), group
-            )  # gloo may not know the dtype
+        _take_from_first(local, mesh.get_group())
         return
     first = parameter.device_mesh.get_local_rank() * local.shape[0]
     drawn = torch.empty(local.shape[1:], dtype=local.dtype, device=local.device)
@@ -51,6 +60,12 @@ def draw(parameter: DTensor, fill: Callable[[Tensor], object]) -> None:
         fill(drawn)
         if first <= expert < first + local.shape[0]:
             local[expert - first].copy_(drawn)
+
+
+def _take_from_first(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Overwrite a tensor by that of the group's first rank, as bytes: gloo may not know the dtype."""
+    with collective(group, "weights of the first rank"):
+        dist.broadcast(tensor.view(torch.uint8), dist.get_global_rank(group, 0), group)
 
 
 # The decorator loads all of Dynamo: only layers over a mesh import this module. Dynamo of torch 2.13 raises an error of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,6 +60,11 @@ class PackedPlan:
         self._prepared: dict[Mask, DocumentCalls] = {}
         self._calls: dict[Options, DocumentCalls] = {}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what was copied or pickled, under a number of its own: graphs know plans by it."""
+        self.__dict__.update(state)
+        self.number = name(self)
+
     @property
     def starts(self) -> tuple[int, ...]:
         """Return where documents start in the batch, and where the last one ends."""
@@ -97,7 +102,7 @@ class PackedPlan:
                 tuple(place for keys in itertools.islice(needed, count) for place in packed.arrivals(keys))
                 for count in rounds
             )
-            arrivals = [torch.arange(*place) for place in itertools.chain(*places)]
+            arrivals = [torch.arange(*place, device="cpu") for place in itertools.chain(*places)]
             self._prepared[mask] = DocumentCalls(
                 self._call(whole, options),
                 self._call(shared, options),

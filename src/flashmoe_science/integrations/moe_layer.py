@@ -32,9 +32,10 @@ _WEIGHTS = (
 )  # fmt: skip
 
 
-def _check_device(device: object) -> None:
+def _check_device(device: object) -> str:
+    """Return the kind of a device that torch has here."""
     try:
-        torch.empty(0, device=device)  # type: ignore[call-overload]
+        return torch.empty(0, device=device).device.type  # type: ignore[call-overload, no-any-return]
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:  # without CUDA, torch asserts
         raise InputError(f"device must be one that torch has here, or None, got {shown(device)}: {error}") from error
 
@@ -46,21 +47,29 @@ def _check_device(device: object) -> None:
 _shared: weakref.WeakValueDictionary[tuple[Any, str, float], ExpertParallel] = weakref.WeakValueDictionary()
 
 
-def _split_experts(mesh: DeviceMesh, experts: int, capacity: float) -> ExpertParallel:
-    """Return what all layers of a mesh and a capacity share, as the buffer of its transport may be large."""
+def _compare_layers(mesh: DeviceMesh, experts: int, capacity: float, check: Callable[[], str]) -> None:
+    """Check a layer on all ranks, and that theirs are alike. Raises ``InputError`` on all of them."""
     from ..distributed.exchange import compare, group_of
-    from ..distributed.expert_parallel import ExpertParallel
+    from ..distributed.expert_parallel import check_capacity_share
 
     group = group_of(mesh, "ep")
 
     def describe() -> str:
+        described = check()
+        check_capacity_share(capacity)
         if experts % group.size():
             raise InputError(f"experts must be a multiple of the {group.size()} ranks of ep_mesh, got {experts}")
-        return f"a layer of {experts} experts"
+        return f"a layer of {described}, capacity {float(capacity)}"
 
     compare(describe, group)
-    if type(capacity) not in (int, float):
-        return ExpertParallel(mesh, capacity=capacity)  # raises
+
+
+def _split_experts(mesh: DeviceMesh, capacity: float) -> ExpertParallel:
+    """Return what all layers of a mesh and a capacity share, as the buffer of its transport may be large."""
+    from ..distributed.exchange import group_of
+    from ..distributed.expert_parallel import ExpertParallel
+
+    group = group_of(mesh, "ep")
     key = (group, mesh.device_type, capacity)
     parallel = _shared.get(key)
     # Ranks may free layers at unlike times, and all must share the same.
@@ -169,19 +178,6 @@ class MoeLayer(nn.Module):
         capacity: float = 1.0,
     ) -> None:
         super().__init__()
-        if type(shared_experts) is not int or not 0 <= shared_experts < _MOST:
-            raise InputError(f"shared_experts must be an integer from 0 to 2**31 - 1, got {shown(shared_experts)}")
-        if shared_inter is not None and shared_experts == 0:
-            raise InputError(f"shared_inter must be None without shared experts, got {shown(shared_inter)}")
-        shared_inter = inter if shared_inter is None else shared_inter
-        sizes: dict[str, Any] = {"hidden": hidden, "inter": inter, "experts": experts, "shared_inter": shared_inter}
-        for name, size in sizes.items():
-            if type(size) is not int or not 0 < size < _MOST:
-                raise InputError(f"{name} must be an integer from 1 to 2**31 - 1, got {shown(size)}")
-        flags = {
-            "interleaved": interleaved, "bias": bias, "routing_bias": routing_bias, "batch_invariant": batch_invariant
-        }  # fmt: skip
-        check_flags(activation, flags, {"alpha": alpha, "limit": limit})
         self.top_k = top_k
         self.routing: dict[str, Any] = {
             "score": score, "renormalize": renormalize, "groups": groups, "top_groups": top_groups, "scale": scale
@@ -190,10 +186,20 @@ class MoeLayer(nn.Module):
             "activation": activation, "alpha": alpha, "limit": limit, "interleaved": interleaved,
             "batch_invariant": batch_invariant, "kernel": kernel,
         }  # fmt: skip
-        self._check(sizes, shared_experts, torch.get_default_dtype() if dtype is None else dtype)
-        _check_device(device)
+        sizes: dict[str, Any] = {"hidden": hidden, "inter": inter, "experts": experts, "shared_inter": shared_inter}
+        flags = {"bias": bias, "routing_bias": routing_bias}
 
-        self.parallel = None if ep_mesh is None else _split_experts(ep_mesh, experts, capacity)
+        def check() -> str:
+            return self._check(
+                sizes, shared_experts, flags, torch.get_default_dtype() if dtype is None else dtype, device
+            )
+
+        if ep_mesh is None:
+            check()
+        else:
+            _compare_layers(ep_mesh, experts, capacity, check)
+        shared_inter = inter if shared_inter is None else shared_inter
+        self.parallel = None if ep_mesh is None else _split_experts(ep_mesh, capacity)
         own = experts // (1 if self.parallel is None else self.parallel.ranks)
 
         def parameter(*shape: int, by_expert: bool = False) -> nn.Parameter:
@@ -216,8 +222,21 @@ class MoeLayer(nn.Module):
         self.register_buffer("routing_bias", added)
         self.reset_parameters()
 
-    def _check(self, sizes: dict[str, Any], shared_experts: int, dtype: object) -> None:
-        """Raise what ``route`` and ``fused_moe`` would, before a parameter is made."""
+    def _check(
+        self, sizes: dict[str, Any], shared_experts: object, flags: dict[str, Any], dtype: object, device: object
+    ) -> str:
+        """Raise what ``route`` and ``fused_moe`` would, before a parameter is made. Return the layer in words."""
+        if type(shared_experts) is not int or not 0 <= shared_experts < _MOST:
+            raise InputError(f"shared_experts must be an integer from 0 to 2**31 - 1, got {shown(shared_experts)}")
+        if sizes["shared_inter"] is not None and shared_experts == 0:
+            raise InputError(f"shared_inter must be None without shared experts, got {shown(sizes['shared_inter'])}")
+        sizes = {**sizes, "shared_inter": sizes["inter"] if sizes["shared_inter"] is None else sizes["shared_inter"]}
+        for name, size in sizes.items():
+            if type(size) is not int or not 0 < size < _MOST:
+                raise InputError(f"{name} must be an integer from 1 to 2**31 - 1, got {shown(size)}")
+        options = self.options
+        flags = {**flags, **{name: options[name] for name in ("interleaved", "batch_invariant")}}
+        check_flags(options["activation"], flags, {name: options[name] for name in ("alpha", "limit")})
         if not isinstance(dtype, torch.dtype) or dtype not in DTYPE_NAMES:
             raise InputError(f"dtype must be float16, bfloat16 or float32, got {shown(dtype)}")
         describe_routing(torch.empty(0, sizes["experts"], device="cpu"), self.top_k, **self.routing)
@@ -230,6 +249,10 @@ class MoeLayer(nn.Module):
             tokens=0, top_k=self.top_k, dtype=DTYPE_NAMES[dtype], shared_experts=shared_experts,
             shared_inter=shared_inter, **sizes, **named,
         )  # fmt: skip
+        kind = _check_device(device)
+        said = {**sizes, "top_k": self.top_k, "shared_experts": shared_experts, "shared_inter": shared_inter}
+        said |= {**flags, **options, **self.routing, "dtype": DTYPE_NAMES[dtype], "device": kind}
+        return ", ".join(f"{name}={value}" for name, value in said.items())
 
     def reset_parameters(self) -> None:
         """Draw all matrices anew, and set biases to 0, that of the routing too."""
@@ -241,11 +264,10 @@ class MoeLayer(nn.Module):
                 continue
             bound = 1 / math.sqrt(parameter.shape[-1])
             fill = functools.partial(nn.init.uniform_, a=-bound, b=bound)
-            # Sharded by FSDP2 too, it is left to torch.
-            if self.parallel is not None and parameter.device_mesh.ndim == 1:  # type: ignore[attr-defined] # a DTensor
-                _draw(parameter, fill)
-            else:
+            if self.parallel is None:
                 fill(parameter)
+            else:
+                _draw(parameter, fill)
 
     def forward(self, x: Tensor, *, return_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """Send every token through its experts.
