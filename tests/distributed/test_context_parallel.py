@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from flashmoe_science.distributed import ContextParallel
-from flashmoe_science.distributed.exchange import sum_ranks_into
+from flashmoe_science.distributed.exchange import _parts_without, sum_ranks_into
 from flashmoe_science.distributed.layout import zigzag_layout
 
 from .ranks import fake_ranks, run_ranks
@@ -114,6 +114,14 @@ def test_errors_in_two_dimensions_are_raised_on_all_ranks(in_two_dimensions: lis
         assert text in first["explained"], text
     assert "by gather: ranks have whole documents where they can" in first["documents explained"]
     assert first["after all"] == 0
+
+
+def test_what_differs_between_two_calls_is_said_alone() -> None:
+    one = "heads: q [1, 4, 8] float32 with a gradient, k [1, 2, 8] float32, causal=False, window=(-1, -1)"
+    other = one.replace("causal=False", "causal=True").replace("k [1, 2, 8]", "k [1, 2, 4]")
+    assert _parts_without(one, other) == "k [1, 2, 8] float32, causal=False"
+    assert _parts_without(other, one) == "k [1, 2, 4] float32, causal=True"
+    assert _parts_without(one, one) == ""
 
 
 @pytest.mark.parametrize(("ranks", "parts"), [(1, 1), (2, 2), (2, 3), (3, 5), (4, 8)])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -166,9 +167,17 @@ def compare(describe: Callable[[], str], *groups: Group) -> None:
             ) from fault
     for rank, (_, other) in enumerate(found):
         if other != found[0][1]:
+            one, two = (_parts_without(x, y) for x, y in ((found[0][1], other), (other, found[0][1])))
             raise InputError(
-                f"all ranks must make the same call, but rank 0 has {found[0][1]} and rank {rank} has {other}"
+                f"all ranks must make the same call, but rank 0 has {found[0][1]} and rank {rank} has {other}",
+                hint=f"rank 0 has {one or 'nothing'}, and rank {rank} has {two or 'nothing'}, unlike the other",
             )
+
+
+def _parts_without(text: str, other: str) -> str:
+    """Return the parts of a description that another one lacks. Commas within brackets part nothing."""
+    parts, others = (re.split(r"(?:, |: )(?![^\[(]*[\])])", each) for each in (text, other))
+    return ", ".join(part for part in parts if part not in others)
 
 
 def describe_tensors(tensors: Mapping[str, Tensor | None]) -> str:
