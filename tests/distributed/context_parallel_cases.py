@@ -270,6 +270,8 @@ def two_dimensions(_rank: int, ranks: int) -> dict[str, Any]:
         found[f"{shape}, packed"] = packed(line, FIXED["sinks"], LENGTHS, Sizes(8, 4))
     plan = cp.plan(LENGTHS)
     found["later plans"] = {"x": [0.0, copies_and_compares_nothing(cp)]}
+    labels = torch.arange(whole_k.shape[2]).to(torch.int16)
+    found["int16, unshard"] = {"x": [0.0, torch.equal(cp.unshard(cp.shard(labels, 0), 0), labels)]}
     empty = whole_k[:, :, :0]
     found["no tokens, unshard"] = {"x": [0.0, cp.unshard(cp.shard(empty, 2), 2).shape == empty.shape]}
     found["unshard"] = {"x": [0.0, torch.equal(cp.unshard(cp.shard(whole_k, 2), 2), whole_k)]}

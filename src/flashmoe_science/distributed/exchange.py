@@ -27,6 +27,11 @@ Group = dist.ProcessGroup
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
 
 
+_SENT = frozenset(
+    (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
+)  # dtypes that gloo and NCCL know
+
+
 def all_to_all(message: Tensor, group: Group) -> Tensor:
     """Send ``message[r]`` to rank r; return what the ranks sent, by rank. ``[W, ...]`` contiguous."""
     received, wait = start_all_to_all(message, group)
@@ -57,6 +62,9 @@ def _wait(work: Any, group: Group, what: str) -> None:
 
 def gather_tokens(local: Tensor, layout: Layout, group: Group) -> Tensor:
     """Return the tokens ``[T, ...]`` of all ranks in their order, from ``[n, ...]`` of each."""
+    if local.dtype not in _SENT:  # as bytes
+        rows = local.contiguous().unsqueeze(-1).view(torch.uint8)
+        return gather_tokens(rows, layout, group).view(local.dtype).squeeze(-1)
     gathered = local.new_empty(layout.tokens, *local.shape[1:])
     with collective(group, "all-gather"):
         _all_gather(gathered, local.contiguous(), group=group)
