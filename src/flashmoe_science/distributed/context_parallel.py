@@ -206,24 +206,17 @@ class ContextParallel:
             InputError: on all ranks, where the first call of its kind is wrong or differs on one, and where autograd
                 would record a gradient of x. Compiled calls are not compared.
         """
-        wants_gradient = torch.is_grad_enabled() and getattr(x, "requires_grad", False)
 
         def describe() -> str:
-            _check_sharded(x, dim)
-            if wants_gradient:
-                raise InputError(
-                    "x must not require a gradient: unshard records none, so layers before it would not learn",
-                    hint="keep the tokens of this rank until the loss, or pass x.detach()",
-                )
+            _check_unsharded(x, dim)
             self._layout_of(x.shape[dim] * self.ranks, plan)
             planned = "" if plan is None else f", plan {plan.digest}"
             return f"unshard: {describe_tensors({'x': x.detach()})}, dim {dim}, strategy {self.strategy}{planned}"
 
         if not torch.compiler.is_compiling():
-            planned = (plan.digest, plan.strategy, plan.place) if isinstance(plan, PackedPlan) else type(plan)
-            form = (type(x), getattr(x, "shape", None), getattr(x, "dtype", None), planned, wants_gradient)
-            self._agreement.check(("unshard", repr(dim), *form), describe)
-        _check_sharded(x, dim)
+            of_plan = (plan.digest, plan.strategy, plan.place) if isinstance(plan, PackedPlan) else type(plan)
+            self._agreement.check(("unshard", repr(dim), of_plan, kind_of([x])), describe)
+        _check_unsharded(x, dim)
         layout = self._layout_of(x.shape[dim] * self.ranks, plan)
         found = x.detach().movedim(dim, 0)
         if self._parts > 1:
@@ -489,6 +482,16 @@ def _check_sharded(x: object, dim: object) -> None:
         raise InputError("x is a DTensor, and ContextParallel takes local ones")
     if type(dim) is not int or not -x.dim() <= dim < x.dim():
         raise InputError(f"dim must be one of the {x.dim()} dimensions of x, got {shown(dim)}")
+
+
+def _check_unsharded(x: object, dim: object) -> None:
+    """Raise ``InputError`` unless ``dim`` is a dimension of the tensor ``x``, of which autograd records nothing."""
+    _check_sharded(x, dim)
+    if torch.is_grad_enabled() and x.requires_grad:  # type: ignore[attr-defined] # a tensor
+        raise InputError(
+            "x must not require a gradient: unshard records none, so layers before it would not learn",
+            hint="keep the tokens of this rank until the loss, or pass x.detach()",
+        )
 
 
 def _check_plan(plan: Any) -> str:

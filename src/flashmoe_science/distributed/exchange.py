@@ -24,12 +24,11 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Group = dist.ProcessGroup
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-
-
+# Dtypes that gloo and NCCL know. Others are gathered as bytes.
 _SENT = frozenset(
     (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
-)  # dtypes that gloo and NCCL know
+)
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
 
 
 def all_to_all(message: Tensor, group: Group) -> Tensor:
@@ -62,7 +61,7 @@ def _wait(work: Any, group: Group, what: str) -> None:
 
 def gather_tokens(local: Tensor, layout: Layout, group: Group) -> Tensor:
     """Return the tokens ``[T, ...]`` of all ranks in their order, from ``[n, ...]`` of each."""
-    if local.dtype not in _SENT:  # as bytes
+    if local.dtype not in _SENT:
         rows = local.contiguous().unsqueeze(-1).view(torch.uint8)
         return gather_tokens(rows, layout, group).view(local.dtype).squeeze(-1)
     gathered = local.new_empty(layout.tokens, *local.shape[1:])

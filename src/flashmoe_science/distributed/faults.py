@@ -43,7 +43,7 @@ def _error(group: dist.ProcessGroup, what: str, error: RuntimeError) -> RankLost
             else "all ranks are alive"
         )
     hint = "end this process: the ranks that are left cannot go on with this group"
-    if "FLASHMOE_CHECK" not in os.environ:
+    if os.environ.get("FLASHMOE_CHECK") != "1":
         hint = f"{hint}. If ranks made different calls, FLASHMOE_CHECK=1 in the environment names the first"
     return RankLostError(f"{what} failed on rank {mine}: {lost}. torch said: {reason}", hint=hint)
 

@@ -37,7 +37,7 @@ def draw(parameter: DTensor, fill: Callable[[Tensor], object]) -> None:
     """Fill what this rank has. All experts are drawn in turn, so ranks of one seed have what one process has.
 
     What several ranks have is that of the first of them, whatever their seeds. Sharded by FSDP2 too, a parameter is
-    drawn as a whole by the first rank of the mesh, and cut.
+    that of the first rank of the mesh, cut: each rank needs memory for the whole of it meanwhile.
     """
     mesh, local = parameter.device_mesh, parameter.to_local().detach()
     if local.is_meta:
